@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
 from dmc.command_line import script
@@ -14,12 +12,9 @@ def main(settings: DictConfig) -> None:
     from dmc.config import run_config
 
     config = run_config(settings)  # checked before all that is imported next
-    from dmc.data import format_report
-    from dmc.data.report import REPORT_NAME
     from dmc.training import prepare_text
 
-    reports = prepare_text(config)
-    print(f"{format_report(reports)}\n\n{Path(config.data.cache_folder) / REPORT_NAME}")
+    print(*prepare_text(config), sep="\n")
 
 
 if __name__ == "__main__":

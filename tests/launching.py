@@ -245,6 +245,56 @@ def expect_exact_angles(rank):
     _before_each_loss(check)
 
 
+def refuse_network(rank, hub, allowed=()):
+    """Stand in for the hub, which is reached over a network that refuses all ranks but some.
+
+    Args:
+        rank: this process.
+        hub: folder of `model`, and of `train` and `held_out` text; every attempt to connect is noted in it.
+        allowed: ranks that get through.
+    """
+    import datasets
+
+    import dmc.data.hub
+    import dmc.data.text
+
+    plain = socket.socket.connect
+
+    def connect(self, address):
+        if self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"):
+            return plain(self, address)
+        with (hub / f"attempts_{rank}").open("a") as file:
+            file.write(f"{address}\n")
+        if rank not in allowed:
+            raise ConnectionRefusedError("there is no network here")
+        return None
+
+    def load_dataset(name, *_, **__):
+        with socket.socket() as place:
+            place.connect(("192.0.2.1", 443))
+        files = sorted((hub / Path(name).name).iterdir())
+        return datasets.Dataset.from_dict({"text": [path.read_text() for path in files]})
+
+    def snapshot_download(name, **_):
+        with socket.socket() as place:
+            place.connect(("192.0.2.1", 443))
+        return str(hub / Path(name).name)
+
+    socket.socket.connect = connect
+    dmc.data.text.load_dataset = load_dataset
+    dmc.data.hub.snapshot_download = snapshot_download
+    dmc.data.hub.constants.HF_HUB_CACHE = str(hub / "cache")
+
+
+def prepare(rank, values, hub):
+    """Prepare the text and models of a run, with a network."""
+    from dmc.config import RunConfig, build_config
+    from dmc.training import prepare_text
+
+    refuse_network(rank, hub, allowed=(rank,))
+    prepare_text(build_config(RunConfig, values))
+
+
 def hang_at(rank, step):
     """Never begin the forward pass of one step."""
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "models": {"compression", "budget", "ranks", "full_attention", "json_file"},
     "policies": {"kernels", "compression", "budget", "config", "target"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks", "full_attention"},
-    "data": {"config", "checksums", "replacement"},
+    "data": {"config", "replacement"},
     "measure": {"models", "compression", "budget", "ranks"},
     "calibrate": {"measure", "compression", "budget", "ranks"},
     "export": {"models", "compression", "budget", "measure", "provenance", "replacement"},

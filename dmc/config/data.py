@@ -111,7 +111,7 @@ class DataConfig:
     stream_shards: Count = 16
     """Number of parts of a stream, read in turn: a multiple of the number of ranks at every start of the run."""
     num_workers: Annotated[StrictInt, Field(ge=0, le=4096)] = 0
-    """Processes per rank that read cached text, or threads that read streams; samples do not depend on it."""
+    """Processes per rank that read cached text; streams are read ahead by one. Samples do not depend on it."""
     tokenize_num_proc: Annotated[StrictInt, Field(ge=1, le=4096)] | None = None
     """Processes that tokenize; None: as many as the process may use cores."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

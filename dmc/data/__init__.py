@@ -3,16 +3,16 @@
 Read in this order: `sources.py` and `text.py`, `code.py` or `megatron.py` (documents) -> `tokenizer.py` and
 `encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) -> `packing.py` (read at any
 window, in sequences) -> `facts.py` (what is written into them) -> `order.py` (which sequence of which source at which
-position) -> `report.py` (how much there is of what). `streaming.py` does all of it on the fly.
+position). `streaming.py` does all of it on the fly; `hub.py` reads from the hub once.
 """
 
-from dmc.data.cache import build_packed
+from dmc.data.cache import build_packed, check_text
 from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.facts import FactSequences, FactWriter
+from dmc.data.hub import local_copy, once
 from dmc.data.megatron import MegatronSource
 from dmc.data.order import Blend, OrderedDataset, ResumableOrder
 from dmc.data.packing import PackedTokens
-from dmc.data.report import SourceReport, format_report, report_sources, write_report
 from dmc.data.sources import DocumentSource
 from dmc.data.streaming import StreamLoader
 from dmc.data.text import TextSource
@@ -29,14 +29,13 @@ __all__ = [
     "PackageSource",
     "PackedTokens",
     "ResumableOrder",
-    "SourceReport",
     "StandardLibrarySource",
     "StreamLoader",
     "TextSource",
     "build_packed",
-    "format_report",
+    "check_text",
     "framing_of",
-    "report_sources",
+    "local_copy",
+    "once",
     "train_tokenizer",
-    "write_report",
 ]

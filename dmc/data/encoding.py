@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import logging
-import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -17,6 +19,7 @@ from dmc.data.sources import Chat, Document
 from dmc.data.tokenizer import Framing
 
 logger = logging.getLogger(__name__)
+_MARKS = re.compile("\ufdd0([0-9]+)\ufdd1")  # two code points that Unicode leaves out of texts
 _MAX_PIECE = 2**20  # characters encoded in one call; encoders need memory of many times the text
 
 
@@ -35,26 +38,49 @@ EMPTY = Encoded(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
 
 
 @dataclass
+class Refusals:
+    """How many chats of a source the chat template has refused."""
+
+    label: str
+    num_chats: int = 0
+    num_refused: int = 0
+    first: str = ""
+    """Number and reason of the first."""
+
+    def add(self, encoded: Encoded) -> None:
+        """Count a chat, and warn of the first that is refused."""
+        if encoded.refusal and not self.num_refused:
+            self.first = f"chat {self.num_chats}: {encoded.refusal}"
+            logger.warning(
+                "%s: chats that the chat template refuses are left out, the first is %s", self.label, self.first
+            )
+        self.num_refused += bool(encoded.refusal)
+        self.num_chats += 1
+
+    def check(self) -> None:
+        """Raise ValueError if more than a tenth is refused."""
+        if self.num_refused > self.num_chats / 10:
+            raise ValueError(
+                f"{self.label!r}: the chat template refuses {self.num_refused} of {self.num_chats} chats, more than a "
+                f"tenth; the first is {self.first}"
+            )
+
+
+@dataclass
 class DocumentEncoder:
     """Encodes texts, chats, and prompts with their completions.
 
-    In a chat only the assistant's turns are trained on: the text that the template marks as `{% generation %}`, or,
-    without marks, the text after the generation prompt. Of a prompt and completion, the completion and separator are.
+    In a chat only the assistant's turns are trained on: what the template marks as `{% generation %}`, or, without such
+    marks, what it renders between the header of a turn and its end. Of a prompt and completion, the completion and
+    separator are.
     """
 
     tokenizer: PreTrainedTokenizerBase
     framing: Framing
-    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Number of chats of each source that the template refused; a warning comes whenever it gains a digit."""
-    refusal: str = ""
-    """The last reason."""
 
-    def __call__(self, documents: Sequence[Document], label: str = "") -> list[Encoded]:
+    def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
         """Encode documents in one parallel batch, each framed; those without text or refused give no tokens.
 
-        Args:
-            documents: of one source.
-            label: that of the source, whose refused chats are counted; none are without.
         Raises:
             ValueError: the tokenizer has no chat template, or does not return the offsets of tokens.
         """
@@ -66,22 +92,13 @@ class DocumentEncoder:
         for number, pair in enumerate(documents):
             if isinstance(pair, tuple) and all(map(_is_text, pair)):
                 found[number] = self._pair(*pair)
-        for reason in (each.refusal for each in found if label and each.refusal):
-            self.refused[label], self.refusal = self.refused[label] + 1, reason
-            if math.log10(self.refused[label]).is_integer():
-                told = label, self.refused[label], reason
-                logger.warning("%s: skipped %d chats so far, which the chat template refuses: %s", *told)
         return found
 
     def _framed(self, token_ids: Sequence[int]) -> Encoded:
         return Encoded(np.array([*self.framing.begin, *token_ids, self.framing.end], dtype=np.int32))
 
     def _pair(self, prompt: str, completion: str) -> Encoded:
-        if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"The tokenizer {self.tokenizer.name_or_path!r} is not fast (tokenizer.json): it has no offsets."
-            )
-        encoded = self.tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._with_offsets(prompt + completion)
         learned = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
         framed = self._framed(encoded["input_ids"])
         return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
@@ -100,7 +117,7 @@ class DocumentEncoder:
             )
         try:
             marked = "{% generation" in str(template) or "{%- generation" in str(template)
-            token_ids, learned = self._marked(messages) if marked else self._followed(messages)
+            token_ids, learned = self._marked(messages) if marked else self._found(messages)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # a row may hold anything
             return dataclasses.replace(EMPTY, refusal=str(error) or type(error).__name__)
         begin, end = list(self.framing.begin), self.framing.end
@@ -114,28 +131,92 @@ class DocumentEncoder:
         encoded = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         return list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
 
-    def _followed(self, messages: Chat) -> tuple[list[int], list[bool]]:
-        """Find each answer as the difference between the chat before it, with the generation prompt, and after it."""
+    def _found(self, messages: Chat) -> tuple[list[int], list[bool]]:
+        """Find the assistant's turns in the rendered chat, of which the template may have left out or added parts."""
+        text, spans = self._render(messages), self._spans(messages)
+        encoded = self._with_offsets(text)
+        learned = [
+            any(start < end and stop > begin for begin, end in spans) for start, stop in encoded["offset_mapping"]
+        ]
+        return list(encoded["input_ids"]), learned
 
-        def encode(count: int, prompts: bool = False) -> list[int]:
-            encoded = self.tokenizer.apply_chat_template(
-                messages[:count], return_dict=True, add_generation_prompt=prompts
-            )
-            return list(encoded["input_ids"])
+    def _spans(self, messages: Chat) -> list[tuple[int, int]]:
+        """Return begin and end of each of the assistant's turns in the rendered chat, with what ends a turn.
 
-        token_ids = encode(len(messages))
-        learned = [False] * len(token_ids)
+        A turn begins behind the template's header. A mark in the text, rendered along with it, tells where it ends.
+        """
+        header, footer = self._turn
+        marked = [{**each, "content": _with_mark(each["content"], n)} if _says(each) else each
+                  for n, each in enumerate(messages)]  # fmt: skip
+        text, ends = "", {}
+        for place, piece in enumerate(_MARKS.split(self._render(marked))):
+            if place % 2:
+                ends[int(piece)] = len(text)
+            else:
+                text += piece
+        if text != self._render(messages):
+            raise ValueError("it renders the assistant's turns by how they end, so that they cannot be found")
+        spans, place = [], 0
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
+                if header.strip() in str(message.get("content")):
+                    raise ValueError(f"message {number} holds {header.strip()!r}, which begins a turn of the assistant")
                 continue
-            before, behind = encode(number, prompts=True) if number else [], encode(number + 1)
-            if token_ids[: len(before)] != before or token_ids[: len(behind)] != behind:
-                raise ValueError(
-                    "it rewrites earlier turns; mark the assistant's turns with {% generation %}, so that they can be "
-                    "told apart"
-                )
-            learned[len(before) : len(behind)] = [True] * (len(behind) - len(before))
-        return token_ids, learned
+            begin = text.find(header, place, ends.get(number))
+            if begin < 0 or (_says(message) and number not in ends):
+                raise ValueError(f"message {number}, of the assistant, cannot be found in what it renders")
+            begin += len(header)
+            place = text.find(footer, ends.get(number, begin))
+            if place < 0:
+                raise ValueError(f"message {number}, of the assistant, has no end in what it renders")
+            place += len(footer)
+            spans.append((begin, place))
+        return spans
+
+    @cached_property
+    def _turn(self) -> tuple[str, str]:
+        """The template's text before and after what the assistant says, taken from chats that are made up."""
+        asked, answered, again = "\ufdd0q", "\ufdd0a", "\ufdd0f"  # as in no template
+        user, assistant = {"role": "user", "content": asked}, {"role": "assistant", "content": answered}
+        alone, prompted = (self._render([user], add_generation_prompt=each) for each in (False, True))
+        short = self._render([user, assistant])
+        long = self._render([user, assistant, {"role": "user", "content": again}])
+        behind_user = alone.rpartition(asked)[2]
+        between = [text.rpartition(asked)[2].rpartition(answered)[0] for text in (short, long)]
+        whole = _common_start(*between, prompted.rpartition(asked)[2])
+        header = whole.removeprefix(_common_start(whole, behind_user))
+        header = header if header.strip() else whole
+        if not header.strip():
+            raise ValueError("it does not tell the assistant's turns from others: mark them with {% generation %}")
+        footer = _common_start(short.rpartition(answered)[2], long.rpartition(answered)[2].rpartition(again)[0])
+        return header, footer
+
+    def _render(self, messages: Chat, **options: bool) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    def _with_offsets(self, text: str) -> Any:
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"The tokenizer {self.tokenizer.name_or_path!r} is not fast (tokenizer.json): it has no offsets."
+            )
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+
+
+def _says(message: dict[str, Any]) -> bool:
+    """Return whether a message holds text of the assistant."""
+    content = message.get("content")
+    return message.get("role") == "assistant" and isinstance(content, str) and bool(content.strip())
+
+
+def _common_start(*texts: str) -> str:
+    same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False))
+    return "".join(letters[0] for letters in same)
+
+
+def _with_mark(text: str, number: int) -> str:
+    """Put a mark behind the last letter of a text, where a template strips nothing."""
+    length = len(text.rstrip())
+    return f"{text[:length]}\ufdd0{number}\ufdd1{text[length:]}"
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dmc.config.data import FactsConfig, LessonConfig, Words
-from dmc.data.order import Blend, shuffled_index
+from dmc.data.order import Blend, Shuffle
 from dmc.data.packing import PackedTokens
 
 SEEN_FORMS = (
@@ -162,6 +162,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         has_questions: bool = True,
     ) -> None:
         self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
+        self._shuffle = Shuffle(len(packed), *keys) if isinstance(packed, Sized) else None
         self.writer = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words)
         self.vocab_size = len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
@@ -200,10 +201,7 @@ class FactSequences(Dataset[dict[str, Any]]):
         return {**{name: each if number > 1 else each[0] for name, each in item.items()}, "index": position}
 
     def _text_at(self, position: int) -> list[Weighted]:
-        index = position
-        if isinstance(self.packed, Sized):
-            epoch, offset = divmod(position, len(self.packed))
-            index = shuffled_index(offset, len(self.packed), *self.keys, epoch)
+        index = position if self._shuffle is None else self._shuffle(position)
         item = self.packed[index]
         tokens = item["input_ids"].tolist()
         weights = item["loss_mask"].float().tolist() if "loss_mask" in item else [1.0] * len(tokens)

@@ -10,11 +10,9 @@ puts the position in it, so that noise can be keyed by it:
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,45 +20,28 @@ from torch.utils.data import Dataset, Sampler
 
 from dmc.data.packing import PackedTokens
 
-_MAX_PERIOD = 2**16
-_MASK = 2**64 - 1
-_NUM_ROUNDS = 6  # even, so that the two halves end with the widths they began with
+_PERIOD = 10_000  # samples in which a blend holds its weights
 
 
-def _mix(value: int) -> int:
-    """Scramble 64 bits (the splitmix64 finalizer)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def shuffled_index(offset: int, num_samples: int, *keys: int) -> int:
-    """Return the element at `offset` of the permutation of range(num_samples) that `keys` selects.
-
-    A Feistel network over the next power of two, applied again while it lands outside the range (cycle walking):
-    no array of `num_samples` per epoch and worker, and no dependence on the version of a library's generator.
+class Shuffle:
+    """One seeded permutation of range(num_samples) after the other; an integer of memory for each sample.
 
     Args:
-        offset: index in the permutation, 0 <= offset < num_samples.
-        num_samples: length of the permutation.
-        keys: integers that select the permutation, for instance seed and epoch.
+        num_samples: length of the permutations.
+        keys: integers that select them, such as the seed.
     """
-    key = 0
-    for part in keys:
-        key = _mix(key ^ (part & _MASK))
-    bits = max(2, (num_samples - 1).bit_length())
-    index = offset
-    while True:
-        left_bits, right_bits = bits - bits // 2, bits // 2
-        left, right = index >> right_bits, index & ((1 << right_bits) - 1)
-        for step in range(_NUM_ROUNDS):
-            scrambled = _mix(key ^ right ^ (step << 60)) & ((1 << left_bits) - 1)
-            left, right = right, left ^ scrambled
-            left_bits, right_bits = right_bits, left_bits
-        index = (left << right_bits) | right
-        if index < num_samples:
-            return index
+
+    def __init__(self, num_samples: int, *keys: int) -> None:
+        self.num_samples, self.keys = num_samples, keys
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __call__(self, draw: int) -> int:
+        """Return the index drawn after `draw` others."""
+        epoch, offset = divmod(draw, self.num_samples)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([*self.keys, epoch]).permutation(self.num_samples)
+        return int(self._order[offset])
 
 
 @dataclass(frozen=True)
@@ -84,6 +65,10 @@ class ResumableOrder(Sampler[int]):
     world_size: int = 1
     """Processes that share the draws."""
 
+    @cached_property
+    def _shuffle(self) -> Shuffle:
+        return Shuffle(self.num_samples or 0, self.seed)
+
     @classmethod
     def over(cls, dataset: Dataset[dict[str, Any]], seed: int, **options: Any) -> ResumableOrder:
         """Build the order for a dataset: shuffled epochs if it has a length, its own order if it is endless."""
@@ -91,10 +76,7 @@ class ResumableOrder(Sampler[int]):
 
     def index_at(self, position: int) -> int:
         """Return the dataset index drawn at a global position."""
-        if self.num_samples is None:
-            return position
-        epoch, offset = divmod(position, self.num_samples)
-        return shuffled_index(offset, self.num_samples, self.seed, epoch)
+        return position if self.num_samples is None else self._shuffle(position)
 
     def __iter__(self) -> Iterator[int]:
         num_rounds = (self.num_draws - self.start) // self.world_size
@@ -119,87 +101,36 @@ class OrderedDataset(Dataset[dict[str, Any]]):
         return {**self.dataset[self.order.index_at(position)], "position": position}
 
 
-def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Turn weights into the smallest integers in the same proportion: [0.7, 0.3] -> [7, 3].
-
-    Weights are read as the decimals they are written as. Where the exact integers would add up to more than 65536, they
-    are rounded to sum to about that, which shifts a share by at most 1e-5 of the blend.
-    """
-    fractions = [Fraction(repr(float(weight))) for weight in weights]
-    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
-    shares = [int(fraction * denominator) for fraction in fractions]
-    divisor = math.gcd(*shares)
-    shares = [share // divisor for share in shares]
-    if sum(shares) > _MAX_PERIOD:
-        total = sum(shares)
-        shares = [max(1, round(Fraction(share * _MAX_PERIOD, total))) for share in shares]
-    return shares
-
-
-def blend_schedule(shares: Sequence[int]) -> np.ndarray:
-    """Order one period of a blend so that every prefix holds each source's proportion to within one sample.
-
-    Sample j of a source with share a, in a period of A = sum of shares, belongs in slots [floor(j A / a),
-    ceil((j + 1) A / a)); earliest deadline first meets all these windows (Tijdeman's chairman assignment). The simpler
-    rule, largest deficit first, can miss them when there are many sources.
-
-    Args:
-        shares: samples of each source in one period, >= 1.
-    Returns:
-        The source of each slot, int32 [sum(shares)].
-    """
-    period = sum(shares)
-    waiting = [(0, source, 0) for source in range(len(shares))]  # (release, source, sample)
-    ready: list[tuple[int, int, int]] = []  # (deadline, source, sample)
-    schedule = np.empty(period, dtype=np.int32)
-    for slot in range(period):
-        while waiting and waiting[0][0] <= slot:
-            _, source, sample = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(sample + 1) * period // shares[source]), source, sample))
-        _, source, sample = heapq.heappop(ready)
-        schedule[slot] = source
-        if sample + 1 < shares[source]:
-            heapq.heappush(waiting, ((sample + 1) * period // shares[source], source, sample + 1))
-    return schedule
-
-
 class Blend(Dataset[dict[str, Any]]):
     """Draws from several map-style datasets in fixed proportions; endless, so it has no length.
 
-    Item p is a pure function of (seed, p): the schedule says which source, and the source is read in one fresh
-    permutation per epoch of its own. It adds `"source": int` to the source's item. It is in random order already: read
-    it through `ResumableOrder.over`, which leaves that order as it is.
+    Item p is a pure function of (seed, p): a seeded schedule of 10,000 draws, repeated, says which source, and the
+    source is read in one fresh permutation per epoch of its own. It adds `"source": int` to the source's item. It is
+    in random order already: read it through `ResumableOrder.over`, which leaves that order as it is.
 
     Args:
         datasets: the sources, none of them empty.
         weights: relative number of samples drawn from each source, > 0; they need not sum to 1.
-        seed: selects the permutations.
+        seed: selects the schedule and the permutations.
     """
 
     def __init__(self, datasets: Sequence[PackedTokens], weights: Sequence[float], seed: int = 0) -> None:
-        self.datasets = list(datasets)
-        self.lengths = [len(each) for each in datasets]
-        self.seed = seed
-        self.shares = integer_shares(weights)
-        self._schedule = blend_schedule(self.shares)
+        self.datasets, self.seed = list(datasets), seed
+        self._schedule = blend_schedule(weights, seed)
+        self._shares = np.bincount(self._schedule)
         self._count_before = np.empty(len(self._schedule), dtype=np.int64)  # samples of the slot's source before it
-        for source, share in enumerate(self.shares):
+        for source, share in enumerate(self._shares):
             self._count_before[self._schedule == source] = np.arange(share)
-
-    def locate(self, position: int) -> tuple[int, int]:
-        """Return the source of a position and how many samples of that source were drawn before it."""
-        period, slot = divmod(position, len(self._schedule))
-        source = int(self._schedule[slot])
-        return source, period * self.shares[source] + int(self._count_before[slot])
-
-    def draws_of_each(self, num_draws: int) -> list[int]:
-        """Return how many of the first `num_draws` samples come from each source."""
-        periods, rest = divmod(num_draws, len(self._schedule))
-        counts = np.bincount(self._schedule[:rest], minlength=len(self.shares)).tolist()
-        return [periods * share + count for share, count in zip(self.shares, counts, strict=True)]
+        self._shuffles = [Shuffle(len(each), seed, source) for source, each in enumerate(self.datasets)]
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        source, draw = self.locate(position)
-        epoch, offset = divmod(draw, self.lengths[source])
-        index = shuffled_index(offset, self.lengths[source], self.seed, source, epoch)
-        return {**self.datasets[source][index], "source": source}
+        period, slot = divmod(position, len(self._schedule))
+        source = int(self._schedule[slot])
+        draw = period * int(self._shares[source]) + int(self._count_before[slot])
+        return {**self.datasets[source][self._shuffles[source](draw)], "source": source}
+
+
+def blend_schedule(weights: Sequence[float], seed: int) -> np.ndarray:
+    """Return the source of each draw, int64: as many as their weights say, to 1 in 10,000, in a seeded order."""
+    shares = np.maximum(1, np.round(np.array(weights) / sum(weights) * _PERIOD)).astype(int)
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(shares)), shares))

@@ -53,6 +53,11 @@ class DocumentSource:
         """Whether some tokens are read but not trained on, such as a user's turns in a chat."""
         return False
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading the documents asks for a network, or a copy in the cache of `datasets`."""
+        return False
+
     def check(self) -> None:
         """Raise a clear error if the documents cannot be read; write nothing."""
         raise NotImplementedError

@@ -2,16 +2,15 @@
 
 A lane is a fixed part of the documents, a shard of each source's `IterableDataset`, with a place of its own in it: the
 stream's `state_dict()` and the tokens read but not drawn yet. There are as many lanes as the configuration says; ranks
-and workers only own lanes, so what is drawn depends on neither.
+only own lanes, so what is drawn does not depend on them.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,18 @@ import torch
 import torch.distributed as dist
 from datasets import IterableDataset
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import IterableDataset as Samples
 from transformers import PreTrainedTokenizerBase
 
-from dmc.data.encoding import DocumentEncoder
-from dmc.data.order import blend_schedule, integer_shares
+from dmc.data.encoding import DocumentEncoder, Refusals
+from dmc.data.order import blend_schedule
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
 
 _BATCH_DOCUMENTS = 16
+JUDGED_CHATS = 100
+"""Chats after which it is known whether the chat template refuses too many."""
 MOST_WITHOUT_TOKENS = 2**16
 """Consecutive documents without tokens after which a repeating lane is known to have no others."""
 
@@ -45,6 +47,12 @@ def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
         )
 
 
+def check_stream(source: DocumentSource) -> None:
+    """Raise a clear error if a source cannot be streamed: it is empty, or has no such column."""
+    if all(document is None for document in source.documents()):
+        raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
+
+
 def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int) -> list[list[IterableDataset]]:
     """Split streams into lanes: endless parts of every source, together all of its documents.
 
@@ -57,15 +65,8 @@ def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int
         num_stream_shards: lanes; each that is read holds a file of every source open.
     Returns:
         The streams of each lane, in the order of `sources`.
-    Raises:
-        ValueError: a source is empty or has no such column.
     """
-    parts = []
-    for source in sources:
-        stream = source.stream()
-        if all(document is None for document in source.read(stream)):
-            raise ValueError(f"The corpus {source.label!r} is empty: no document is text. Check its path and column.")
-        parts.append([part.repeat(None) for part in _split(stream, num_stream_shards)])
+    parts = [[part.repeat(None) for part in _split(source.stream(), num_stream_shards)] for source in sources]
     return [list(streams) for streams in zip(*parts, strict=True)]
 
 
@@ -92,6 +93,7 @@ class StreamReader(Iterator[np.ndarray]):
         stream: one of `open_stream_shards`.
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
+        refusals: where refused chats are counted.
         state: its `state` of before, to go on there; None: at the beginning.
     """
 
@@ -101,9 +103,11 @@ class StreamReader(Iterator[np.ndarray]):
         stream: IterableDataset,
         encoder: DocumentEncoder,
         sequence_length: int,
+        refusals: Refusals,
         state: dict[str, Any] | None = None,
     ) -> None:
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
+        self.refusals = refusals
         self.state = state or {"stream": None, "remainder": [], "num_yielded": 0}
         """The stream's own state before the batch of documents in work, the tokens left over from before that batch,
         fewer than a sequence, and how many sequences are cut from both; replaced, never changed."""
@@ -117,18 +121,19 @@ class StreamReader(Iterator[np.ndarray]):
         documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
             parts = [np.array(self.state["remainder"], dtype=np.int64)]
-            for encoded in self.encoder(batch, self.source.label):
+            for encoded in self.encoder(batch):
+                self.refusals.add(encoded)
                 part = 4 * encoded.token_ids.astype(np.int64)
                 part += 2 if encoded.scored is None else 2 * encoded.scored
                 part[:1] += 1
                 parts.append(part)
+            if self.refusals.num_chats >= JUDGED_CHATS:
+                self.refusals.check()
             num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
             if num_without >= MOST_WITHOUT_TOKENS:
-                has_refused = self.encoder.refused[self.source.label]
-                refused = f"; the chat template refuses chats: {self.encoder.refusal}" if has_refused else ""
                 raise ValueError(
                     f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
-                    f"of a chat, messages of the role 'assistant'{refused}"
+                    "of a chat, messages of the role 'assistant'"
                 )
             tokens = np.concatenate(parts)
             num_sequences, length = len(tokens) // self.sequence_length, self.sequence_length
@@ -143,14 +148,10 @@ class StreamLoader:
     """Draws sample p of the global sequence from lane p % lanes; rank r of n has the samples r, r + n, r + 2 n, ...
 
     A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p,
-    with "loss_mask" and "document_starts" as in `PackedTokens`. A lane draws from its sources in exact proportions,
-    each from another place of the blend's period on; `datasets` would interleave them with threads of its own, and wait
-    5 s when a stream is closed.
+    with "loss_mask" and "document_starts" as in `PackedTokens`. A lane draws from its sources as the schedule of a
+    blend says, each lane from another place in it.
     The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
     `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
-
-    Threads read lanes ahead: reading and encoding release the interpreter most of the time, and an open stream keeps
-    its position, which it could not across processes.
 
     Args:
         sources: the streams, blended in their weights.
@@ -160,13 +161,15 @@ class StreamLoader:
         batch_size: samples of a batch, >= 1.
         num_draws: samples drawn over the whole training by all ranks.
         draws_per_step: samples of an optimizer step, over all ranks.
-        num_workers: threads that read ahead; 0: none.
+        num_workers: whether a process reads ahead, if it is not 0.
+        worker_init_fn: called in that process.
         rank: this process.
         world_size: processes that share the samples.
         framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
         document_starts: whether batches have the starts of documents.
+        seed: selects the schedule of a blend.
     Raises:
-        ValueError: the ranks cannot share the lanes, or a source is empty.
+        ValueError: the ranks cannot share the lanes.
     """
 
     def __init__(
@@ -180,19 +183,22 @@ class StreamLoader:
         num_draws: int,
         draws_per_step: int = 1,
         num_workers: int = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         rank: int = 0,
         world_size: int = 1,
         framing: Framing | None = None,
         document_starts: bool = False,
+        seed: int = 0,
     ) -> None:
         check_stream_shards(num_stream_shards, world_size)
         self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
-        self._schedule = blend_schedule(integer_shares([source.weight for source in sources]))
+        self._schedule = blend_schedule([source.weight for source in sources], seed)
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
+        self.refusals = [Refusals(source.label) for source in sources]
         self.sequence_length = sequence_length
         self.loss_mask, self.document_starts = any(source.has_loss_mask for source in sources), document_starts
-        self.batch_size, self.num_draws, self.num_workers = batch_size, num_draws, num_workers
-        self.draws_per_step = draws_per_step
+        self.batch_size, self.num_draws, self.draws_per_step = batch_size, num_draws, draws_per_step
+        self.num_workers, self.worker_init_fn = min(num_workers, 1), worker_init_fn
         self.rank, self.world_size = rank, world_size
         self._num_drawn = 0  # by all ranks
         self._states: dict[int, dict[str, Any]] = {}  # of this rank's lanes, after the last sample handed out
@@ -233,8 +239,16 @@ class StreamLoader:
         self._whole_steps = self._num_drawn, dict(self._states)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        samples = self._samples()
-        while len(batch := list(itertools.islice(samples, self.batch_size))) == self.batch_size:
+        """Yield batches, read ahead by a process that hands out each sample with its lane's place behind it."""
+        batches: Any = DataLoader(
+            _Drawn(self),
+            self.batch_size,
+            drop_last=True,
+            collate_fn=list,
+            num_workers=self.num_workers,
+            worker_init_fn=self.worker_init_fn,
+        )
+        for batch in batches:
             for item, state in batch:
                 self._states[item["position"] % len(self.lanes)] = state
             self._num_drawn += self.batch_size * self.world_size
@@ -247,9 +261,10 @@ class StreamLoader:
 
     def _open_lane(self, lane: int) -> list[StreamReader]:
         state = self._states.get(lane, {"sources": [None] * len(self.sources)})
-        parts = zip(self.sources, self.lanes[lane], state["sources"], strict=True)
+        parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
         return [
-            StreamReader(source, stream, self.encoder, self.sequence_length, place) for source, stream, place in parts
+            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
+            for source, stream, refusals, place in parts
         ]
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
@@ -261,11 +276,10 @@ class StreamLoader:
             item["document_starts"][0] = True
         return item
 
-    def _samples(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        self.encoder(["a"])  # sets what a tokenizer sets at its first call, before threads share it
+    def samples(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the samples of this rank that are not drawn yet, each with the state of its lane behind it."""
         lanes = {lane: self._open_lane(lane) for lane in self._own_lanes()}
-
-        def draw(position: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        for position in range(self._num_drawn + self.rank, self.num_draws, self.world_size):
             turn, lane = divmod(position, len(self.lanes))
             turn += int(lane / len(self.lanes) * len(self._schedule))
             try:
@@ -274,20 +288,16 @@ class StreamLoader:
                 raise ValueError(
                     f"shard {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
                 ) from None
-            return item, {"sources": [reader.state for reader in lanes[lane]]}
+            yield item, {"sources": [reader.state for reader in lanes[lane]]}
 
-        positions = iter(range(self._num_drawn + self.rank, self.num_draws, self.world_size))
-        if self.num_workers == 0:
-            yield from map(draw, positions)
-            return
-        pool = ThreadPoolExecutor(self.num_workers)
-        try:
-            ahead: collections.deque[Future[Any]] = collections.deque()
-            for position in itertools.islice(positions, len(lanes)):  # each lane once: it serves one thread
-                ahead.append(pool.submit(draw, position))
-            while ahead:
-                sample = ahead.popleft().result()
-                ahead.extend(pool.submit(draw, position) for position in itertools.islice(positions, 1))
-                yield sample
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+class _Drawn(Samples[Any]):
+    """The samples of a loader, for a process that reads them ahead."""
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        if get_worker_info() is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads were not forked
+        return self.loader.samples()

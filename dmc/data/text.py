@@ -95,6 +95,11 @@ class TextSource(DocumentSource):
         looks_local = self.name.startswith(("/", "./", "../", "~")) or path.suffix.lower() in _LOCAL_SUFFIXES
         return looks_local or glob.has_magic(self.name) or path.exists()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the documents are on the hub."""
+        return not self.is_local
+
     def local_files(self) -> list[Path]:
         """Return the local files, sorted.
 
@@ -157,9 +162,13 @@ class TextSource(DocumentSource):
             return sum(path.stat().st_size for path in self.local_files())
         return self._hub_rows.data.nbytes
 
-    def stream(self) -> IterableDataset:
-        """Open the rows as a resumable stream, once the first of them prove that they hold documents."""
+    def documents(self) -> Iterator[str | None]:
+        """See `DocumentSource`; the first rows prove first that there are documents."""
         self._check_rows()
+        yield from super().documents()
+
+    def stream(self) -> IterableDataset:
+        """Open the rows as a resumable stream."""
         rows = self._rows()
         is_plain = self._kind == "text" or rows.column_names is None
         return rows if is_plain else rows.select_columns(self._columns)

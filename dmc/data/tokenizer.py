@@ -13,8 +13,8 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dmc.checksums import file_damage, read_list
-from dmc.replacement import RECORD_NAME, refuse_occupied, replacement
+from dmc.data.hub import wait_for_first
+from dmc.replacement import refuse_occupied, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,9 @@ def _train(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, folder: str | Path, *, sources: str | None = None
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE and save it as a folder that `AutoTokenizer.from_pretrained` loads.
 
     `<|endoftext|>` (id 0) is the eos token, the document separator and the pad token. Deterministic. The folder is
@@ -134,32 +136,45 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         vocab_size: tokens in the vocabulary, at least 257 (256 bytes and the separator); fewer where the texts hold no
             more pairs to merge.
         folder: where the tokenizer is saved.
+        sources: what the texts were read from; with the same as before they are not read again. None: they are.
     Raises:
         ValueError: `vocab_size` is too small, or there is no text.
         FileExistsError: `folder` holds other files.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} is below 257: 256 bytes and {END_OF_TEXT}.")
-    texts = list(texts)
-    if not any(texts):
-        raise ValueError(f"No text to train a tokenizer on ({len(texts)} documents, all empty).")
+    if sources is None:
+        texts = _read(texts)
     folder = Path(folder).absolute()
-    record = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
     folder.parent.mkdir(parents=True, exist_ok=True)
+    known = folder.with_name(f".{folder.name}.sources")
+    source = f"{vocab_size} {sources}"
+    if sources is not None:
+        wait_for_first(lambda: known.is_file() and known.read_text() == source)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         try:
             refuse_occupied(folder, overwrite=True, thoroughly=False)
         except FileExistsError as error:
             raise FileExistsError(f"data.tokenizer.folder: {error}") from None
-        try:
-            known = read_list(folder / RECORD_NAME)
-            same = json.loads((folder / _TRAINING_FILE).read_text()) == record
-            if same and not any(file_damage(folder / name, *each) for name, each in known.items()):
-                return PreTrainedTokenizerFast.from_pretrained(folder)
-            logger.warning("%s holds a tokenizer trained otherwise; it is replaced.", folder)
-        except (OSError, ValueError):  # none, or not whole
-            pass
-        with replacement(folder, overwrite=True) as partial:
-            _train(texts, vocab_size).save_pretrained(partial)
-            (partial / _TRAINING_FILE).write_text(json.dumps(record))
+        file = folder / _TRAINING_FILE
+        trained_on = json.loads(file.read_text()) if file.is_file() else {}
+        is_known = sources is not None and known.is_file() and known.read_text() == source
+        if not is_known or trained_on.get("vocab_size") != vocab_size:
+            texts = _read(texts)
+            record = {"texts_sha256": _texts_digest(texts), "vocab_size": vocab_size}
+            if trained_on != record:
+                if trained_on:
+                    logger.warning("%s holds a tokenizer trained otherwise; it is replaced.", folder)
+                with replacement(folder, overwrite=True) as partial:
+                    _train(texts, vocab_size).save_pretrained(partial)
+                    (partial / _TRAINING_FILE).write_text(json.dumps(record))
+            if sources is not None:
+                known.write_text(source)
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _read(texts: Iterable[str]) -> list[str]:
+    texts = list(texts)
+    if not any(texts):
+        raise ValueError(f"No text to train a tokenizer on ({len(texts)} documents, all empty).")
+    return texts

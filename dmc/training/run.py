@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
+from dmc.data.hub import is_first_of_node
 from dmc.export import METRICS_NAME, check_push, is_final, push
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
@@ -46,7 +47,7 @@ from dmc.training.planning.start_checks import check_start, devices_per_node
 from dmc.training.record import check_branch, check_same_run, check_same_text, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
-from dmc.training.text_data import TextData, build_tokenizer, text_digests
+from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests
 
 logger = logging.getLogger(__name__)
 
@@ -187,21 +188,22 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     branches = config.training.branch_from is not None and not saved_checkpoints(preemption.save_last.folder)
     if branches:
         check_branch(config, plan)
-    text = text_digests(config)
+    local = fetched(config)
+    text = text_digests(local) if is_first_of_node() else {}
     check_same_text(run.folder, text, Path(str(config.training.branch_from)).parents[1] if branches else None)
     seed_everything(config.seed, verbose=False)
-    tokenizer = build_tokenizer(config.data, config.model)
-    strategy = build_strategy(config)
+    tokenizer = build_tokenizer(local.data, local.model)
+    strategy = build_strategy(local)
     is_fresh = config.model.path is None
-    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load(config.model.path)
+    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load(local.model.path)
     if config.gates is not None:
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     data = TextData(config, tokenizer, plan.total_steps)
-    module = RetrofitModule(model, config, plan, strategy)
-    if config.distillation is not None:
-        settings = config.distillation
-        path = settings.path or str(config.model.path)
+    module = RetrofitModule(model, local, plan, strategy)
+    if local.distillation is not None:
+        settings = local.distillation
+        path = settings.path or str(local.model.path)
         teacher = strategy.load(path, is_teacher=True)
         module.teacher = Teacher(teacher, path, settings.temperature, settings.direction)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
@@ -214,7 +216,8 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     ahead = [run.snapshots[ratio] for ratio, at in plan.snapshot_steps([*run.snapshots]).items() if at > step]
     for place in (run.final, *ahead):
         refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
-    data.check()
+    if is_first_of_node():
+        data.check()
     if is_rank_zero():
         record_run(run.folder, config, text)
         record_start(run.folder, step)

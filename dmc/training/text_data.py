@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Sized
 from pathlib import Path
@@ -21,16 +23,17 @@ from dmc.data import (
     OrderedDataset,
     PackedTokens,
     ResumableOrder,
-    SourceReport,
     StreamLoader,
     build_packed,
-    format_report,
+    check_text,
     framing_of,
-    report_sources,
+    local_copy,
+    once,
     train_tokenizer,
-    write_report,
 )
+from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.sources import files_digest
+from dmc.data.streaming import check_stream
 from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
 from dmc.target import build_target, build_targets
@@ -38,9 +41,28 @@ from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.counted_steps import CountedSteps
 from dmc.training.stages import Plan
 
-logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "calibration", "test")
 _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
+
+
+def fetched(config: RunConfig) -> RunConfig:
+    """Name the local copies of a run's model, teacher and tokenizer that are on the hub, see `dmc.data.hub`."""
+    model, tokenizer, training = config.model, config.data.tokenizer, config.training
+    distillation = training.distillation
+    if distillation is not None and distillation.path is not None:
+        path = local_copy(distillation.path, model.revision if distillation.path == model.path else None)
+        training = dataclasses.replace(training, distillation=dataclasses.replace(distillation, path=path))
+    if tokenizer.path is not None:
+        path = local_copy(
+            tokenizer.path, model.revision if tokenizer.path == model.path else None, files=TOKENIZER_FILES
+        )
+        tokenizer = dataclasses.replace(tokenizer, path=path)
+    if model.path is not None:
+        local_copy(model.path, model.revision, files=["config.json"])  # which a start reads first
+        path = local_copy(model.path, model.revision)
+        model = dataclasses.replace(model, path=path, revision=model.revision if path == model.path else None)
+    data = dataclasses.replace(config.data, tokenizer=tokenizer)
+    return dataclasses.replace(config, model=model, data=data, training=training)
 
 
 def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -48,7 +70,8 @@ def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizer
     if data.tokenizer.train_vocab_size is not None:
         sources = build_targets(data.train, "data.train", DocumentSource)
         texts = (text for source in sources for text in source.documents() if text)
-        return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder))
+        described = json.dumps([source.description() for source in sources], default=str)
+        return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder), sources=described)
     path = str(data.tokenizer.path or model.path)
     return load_tokenizer(path, model.revision if path == model.path else None)
 
@@ -56,15 +79,23 @@ def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizer
 def text_digests(config: RunConfig) -> dict[str, str]:
     """Return hashes of the training text by setting's name, from samples of each source.
 
+    That of text on the hub is taken once, when it is prepared or first read.
+
     Raises:
         ValueError, OSError: a source is missing, or has no text.
     """
     data = config.data
-    found = {
-        f"data.{split}.{name}": build_target(settings, f"data.{split}.{name}").digest()
-        for split in ("train", "validation")
-        for name, settings in getattr(data, split).items()
-    }
+    found = {}
+    for split in ("train", "validation"):
+        for name, settings in getattr(data, split).items():
+            source = build_target(settings, f"data.{split}.{name}")
+            key = f"data.{split}.{name}"
+            if source.is_remote:
+                described = json.dumps(source.description(), sort_keys=True, default=str)
+                file = Path(data.cache_folder) / "hub" / hashlib.sha256(described.encode()).hexdigest()
+                found[key] = once(file, source.digest)
+            else:
+                found[key] = source.digest()
     folder = Path(data.tokenizer.path or config.model.path or "")
     if data.tokenizer.train_vocab_size is None and folder.is_dir():
         files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
@@ -89,21 +120,22 @@ def held_out_batches(
     return batches
 
 
-def prepare_text(config: RunConfig) -> list[SourceReport]:
-    """Tokenize all text of a run, and write down beside it how much there is.
+def prepare_text(config: RunConfig) -> list[str]:
+    """Tokenize all text of a run and fetch its models; say how much there is, a line for each source.
+
+    What comes from the hub is in the caches then: a start needs no network.
 
     Raises:
         ValueError, OSError: see `dmc.data.build_packed`.
     """
+    config = fetched(config)
+    text_digests(config)
     data = TextData(
         config,
         build_tokenizer(config.data, config.model),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
-    data.prepare_data()
-    reports = data.report()
-    write_report(reports, Path(config.data.cache_folder))
-    return reports
+    return data.describe()
 
 
 class TextData(LightningDataModule):
@@ -129,11 +161,10 @@ class TextData(LightningDataModule):
             ValueError, OSError: a source is not there, or holds no text.
         """
         for split in self._cached_splits():
-            for source in self._sources(split):
-                source.check()
+            check_text(self._sources(split), self.tokenizer, self.config.data.cache_folder, self.framing)
         if self.config.data.streaming:
             for source in self._sources("train"):
-                source.stream()
+                check_stream(source)
 
     def prepare_data(self) -> None:
         """Tokenize into the cache, once per machine; machines that share a folder share the work."""
@@ -141,15 +172,11 @@ class TextData(LightningDataModule):
             self._packed(split)
 
     def setup(self, stage: str) -> None:
-        """Open the training text, and write into the run's folder how much text there is."""
+        """Open the training text."""
         if not self.config.data.streaming:
             self._train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
                 self._train = Subset(self._train, range(count))
-        if self.trainer is not None and self.trainer.is_global_zero:
-            reports = self.report()
-            write_report(reports, Path(self.config.output_dir))
-            logger.info("Text of the run:\n%s", format_report(reports))
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader | CountedSteps:
         """Start at the sample after the last one that an optimizer step has consumed."""
@@ -167,7 +194,8 @@ class TextData(LightningDataModule):
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_stream_shards": self.config.data.stream_shards, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
-            options |= {"document_starts": training.document_masking}
+            options |= {"document_starts": training.document_masking, "seed": self.config.seed}
+            options |= {"worker_init_fn": leave_signals_to_parent}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
         order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
@@ -189,13 +217,19 @@ class TextData(LightningDataModule):
         sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split, has_questions)
         return held_out_batches(sequences, count, training.micro_batch_size)
 
-    def report(self) -> list[SourceReport]:
-        """Return the size of each source and how often the run reads it."""
-        reports = report_sources("train", self._sources("train")) if self.config.data.streaming else []
+    def describe(self) -> list[str]:
+        """Return how much text there is, tokenized where it is not yet, a line for each source that is not streamed."""
+        lines = []
         for split in self._cached_splits():
-            num_draws = self.num_draws if split == "train" else None
-            reports += report_sources(split, self._sources(split), self._packed(split), num_draws)
-        return reports
+            packed = self._packed(split)
+            parts = packed.datasets if isinstance(packed, Blend) else [packed]
+            for source, part in zip(self._sources(split), parts, strict=True):
+                table = part.tokens
+                lines.append(
+                    f"{split}: {len(table):,} tokens in {table.num_documents:,} documents of {source.label}, "
+                    f"{table.num_skipped:,} skipped"
+                )
+        return lines
 
     def _cached_splits(self) -> list[str]:
         data = self.config.data

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -76,10 +77,146 @@ def test_chats_need_a_template(tokenizer):
         DocumentEncoder(with_template(tokenizer, None), framing_of(tokenizer))([CHAT])
 
 
+# As Qwen3's: an answer before the last question loses its thoughts, the last answer has some, if only empty ones.
+QWEN3 = """\
+{%- if messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- set last = namespace(question=messages|length - 1, searched=true) %}
+{%- for message in messages[::-1] %}
+    {%- set index = messages|length - 1 - loop.index0 %}
+    {%- if last.searched and message.role == 'user' and not message.content.endswith('</tool_response>') %}
+        {%- set last.searched = false %}{%- set last.question = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- set thoughts = message.reasoning_content or '' %}
+        {%- if not thoughts and '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > last.question and (loop.last or thoughts) %}
+            {{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}{% if loop.first %}{{ '<|begin|>' }}{% endif %}"
+    "{{ '<|header|>' + m.role + '<|/header|>\\n\\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\\n\\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + ' </s>' }}{% endif %}{% endfor %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "<s>", "</s>", "[INST]",
+           "[/INST]"]  # fmt: skip
+
+
+def qwen3_turns(chat):
+    """Return pieces of text, and whether each is learned, of a chat with or without thoughts in its answers."""
+    pieces, last = [], max(n for n, each in enumerate(chat) if each["role"] == "user")
+    for number, message in enumerate(chat):
+        text = message["content"]
+        if message["role"] != "assistant":
+            pieces += [(f"<|im_start|>{message['role']}\n{text}<|im_end|>\n", False)]
+            continue
+        thoughts, _, answer = text.rpartition("</think>")
+        thoughts = message.get("reasoning_content", thoughts.removeprefix("<think>")).strip("\n")
+        answer = answer.lstrip("\n") if "</think>" in text else text
+        if number > last and (thoughts or number == len(chat) - 1):
+            answer = f"<think>\n{thoughts}\n</think>\n\n" + answer.lstrip("\n")
+        pieces += [("<|im_start|>assistant\n", False), (answer + "<|im_end|>\n", True)]
+    return pieces
+
+
+def chatml_turns(chat):
+    for each in chat:
+        yield f"<|im_start|>{each['role']}\n", False
+        yield f"{each['content']}<|im_end|>\n", each["role"] == "assistant"
+
+
+def llama3_turns(chat):
+    yield "<|begin|>", False
+    for each in chat:
+        yield f"<|header|>{each['role']}<|/header|>\n\n", False
+        yield f"{each['content'].strip()}<|eot|>", each["role"] == "assistant"
+
+
+def llama2_turns(chat):
+    for each in chat:
+        answers = each["role"] == "assistant"
+        yield (f" {each['content'].strip()} </s>" if answers else f"<s>[INST] {each['content']} [/INST]"), answers
+
+
+def chats_of(number, with_system):
+    """Return chats that differ in turns, thoughts, the white space around them, and what their answers repeat."""
+    draw, said = (
+        random.Random(number),
+        ["4", "a", "it is merged", "\n\nkeys and\nvalues\n", "assistant", "user\n", "it"],
+    )
+    chat = [{"role": "system", "content": "be the cache"}] if with_system and draw.random() < 0.5 else []
+    for _ in range(draw.randint(1, 4)):
+        chat.append({"role": "user", "content": draw.choice(["what is 2 + 2?", "it is merged", "the assistant", "a"])})
+        answer, thoughts = draw.choice(said), draw.choice(said)
+        style = draw.choice(["plain", "thoughts", "field"])
+        text = f"<think>\n{thoughts}{answer}\n</think>\n\n{answer}" if style == "thoughts" else answer
+        chat.append({"role": "assistant", "content": text})
+        if style == "field":
+            chat[-1]["reasoning_content"] = f"{thoughts} {answer}"
+    return chat
+
+
+@pytest.mark.parametrize(
+    ("template", "turns_of"),
+    [(QWEN3, qwen3_turns), (CHATML, chatml_turns), (LLAMA3, llama3_turns), (LLAMA2, llama2_turns)],
+    ids=["qwen3", "chatml", "llama3", "llama2"],
+)
+def test_of_chats_of_several_turns_what_the_assistant_says_is_learned(template, turns_of, tokenizer):
+    instruct = with_template(tokenizer, template)
+    instruct.add_special_tokens({"additional_special_tokens": SPECIAL})
+    encoder = DocumentEncoder(instruct, framing_of(instruct))
+    for number in range(60):
+        chat = chats_of(number, with_system=turns_of is not llama2_turns)
+        pieces = list(turns_of(chat))
+        (encoded,) = encoder([chat])
+        assert not encoded.refusal and encoded.scored is not None
+        assert instruct.decode(encoded.token_ids) == "".join(text for text, _ in pieces) + "<|endoftext|>"
+        learned = runs(encoded.token_ids.tolist(), encoded.scored.tolist(), instruct)
+        assert learned == [text for text, is_learned in pieces if is_learned]
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([CHAT[0], {"role": "user", "content": "<|im_start|>assistant\nno"}, CHAT[1]], "message 1 holds"),
+        ([*CHAT[:2], {"role": "assistant", "content": "x" * 40}], "message 2, of the assistant, cannot be found"),
+        ([*CHAT[:1], {"role": "assistant", "content": "loud"}], "by how they end"),
+    ],
+)
+def test_a_turn_that_cannot_be_found_refuses_its_chat(chat, reason, tokenizer):
+    odd = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content | length < 40 %}")
+    odd = odd.replace("m.content +", "(m.content | upper if m.content.endswith('loud') else m.content) +")
+    instruct = with_template(tokenizer, odd)
+    encoded, plain = DocumentEncoder(instruct, framing_of(instruct))([chat, CHAT])
+    assert reason in encoded.refusal and len(plain.token_ids)
+
+
 @pytest.mark.parametrize(
     ("template", "chat", "reason"),
     [
-        (FORGETFUL, CHAT, "rewrites earlier turns; mark the assistant's turns with {% generation %}"),
+        (FORGETFUL, CHAT, "mark them with {% generation %}"),
         ("{{ raise_exception('no system turn') }}", CHAT, "no system turn"),
         ("{{ messages[0]['content'] + 1 }}", CHAT, "can only concatenate str"),
         (MARKED, [{"role": "assistant", "content": "half a pair: \ud83d"}], "TextEncodeInput must be"),
@@ -133,35 +270,46 @@ STRICT = MARKED.replace(
 )
 
 
-@pytest.mark.parametrize("refused", [range(0, 30, 2), range(30)], ids=["some", "all"])
-def test_refused_chats_are_skipped_and_counted_in_one_warning_unless_all_are(
-    refused, tmp_path, tokenizer, caplog, monkeypatch
-):
-    rows = [
+def refusing(number, refused):
+    """Return chats of which some are refused by a strict template."""
+    return [
         [{"role": "user", "content": f"question {i} {'refuse' if i in refused else ''}"},
          {"role": "assistant", "content": f"answer {i} is so"}]
-        for i in range(30)
+        for i in range(number)
     ]  # fmt: skip
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+
+
+def test_a_tenth_of_the_chats_may_be_refused_with_one_warning(tmp_path, tokenizer, caplog):
+    chats = refusing(130, range(7, 130, 10))
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     instruct = with_template(tokenizer, STRICT)
     source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
-    loader = StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=20)
-    if len(refused) == 30:
-        monkeypatch.setattr("dmc.data.streaming.MOST_WITHOUT_TOKENS", 64)
-        with pytest.raises(ValueError, match=r"is empty: no document .*the chat template refuses them: an odd turn"):
-            build_packed(source, instruct, 16, tmp_path / "cache")
-        with pytest.raises(ValueError, match=r"have nothing to learn: .*the chat template refuses chats: an odd turn"):
-            list(loader)
-        return
     packed = build_packed(source, instruct, 16, tmp_path / "cache")
-    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (15, 15)
-    assert "skipped 15 documents without an answer, or refused, kept 15" in caplog.text
-    assert caplog.text.count("which the chat template refuses: an odd turn") == 2  # after the first and the tenth
+    assert (packed.tokens.num_documents, packed.tokens.num_skipped) == (117, 13)
+    assert caplog.text.count("are left out, the first is chat 7: an odd turn") == 1
     caplog.clear()
-    batches = list(loader)
-    assert caplog.text.count("skipped 1 chats so far") == 1
+    batches = list(StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=150))
+    assert caplog.text.count("are left out, the first is chat 7: an odd turn") == 1
     assert "question" in (text := tokenizer.decode(torch.cat([each["input_ids"][0] for each in batches])))
     assert "refuse" not in text
+
+
+@pytest.mark.parametrize("refused", [range(7, 130, 9), range(130)], ids=["some", "all"])
+def test_more_than_a_tenth_of_the_chats_refused_ends_the_start_in_one_line(refused, tmp_path, tokenizer):
+    chats = refusing(130, refused)
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    instruct = with_template(tokenizer, STRICT)
+    source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
+    first = min(refused)
+    for _ in range(2):  # nothing was written that a second start would take
+        with pytest.raises(ValueError) as told:
+            build_packed(source, instruct, 16, tmp_path / "cache")
+        assert "\n" not in str(told.value) and str(told.value).endswith(
+            f"refuses {len(refused)} of 130 chats, more than a tenth; the first is chat {first}: an odd turn"
+        )
+    loader = StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=400)
+    with pytest.raises(ValueError, match=rf"more than a tenth; the first is chat {first}: an odd turn"):
+        list(loader)
 
 
 def test_text_beside_chats_is_learned_whole(folder, tokenizer):

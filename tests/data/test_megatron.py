@@ -64,7 +64,7 @@ def test_tokens_and_text_are_blended(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("words " * 100)
     sources = [MegatronSource(str(tmp_path / "corpus"), weight=3), TextSource(str(tmp_path / "a.txt"))]
     blend = build_packed(sources, tokenizer, 16, tmp_path / "cache")
-    assert [blend[position]["source"] for position in range(8)].count(0) == 6
+    assert 260 < [blend[position]["source"] for position in range(400)].count(0) < 340
 
 
 def test_files_that_are_not_what_they_should_be_are_refused(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from functools import partial
@@ -10,12 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from export_faults import fail_to_describe
-from launching import Ranks, leave_time_to_kill, logged_losses, logged_parts, train_ranks
+from launching import (
+    Processes,
+    Ranks,
+    leave_time_to_kill,
+    logged_losses,
+    logged_parts,
+    prepare,
+    refuse_network,
+    train_ranks,
+)
 
+from dmc.config import RunConfig, build_config
 from dmc.models import load_model
 from dmc.training import EXIT_PREEMPTED
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.saving import saved_checkpoints, step_name
+from dmc.training.run import fresh_model
+from dmc.training.text_data import build_tokenizer
 
 
 @pytest.fixture
@@ -111,13 +124,40 @@ def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus,
     assert_same_run(stopped, whole)
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["at the start", "prepared"])
+def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepared(
+    two_ranks, corpus, tmp_path, prepared
+):
+    """The model, its tokenizer, and text that is tokenized: rank 1 may connect to nothing but this machine."""
+    hub = tmp_path / "hub"
+    shutil.copytree(corpus, hub)
+    base = build_config(RunConfig, two_ranks)
+    tokenizer = build_tokenizer(base.data, base.model)
+    fresh_model(base.model, len(tokenizer), 0).save_pretrained(hub / "model")
+    tokenizer.save_pretrained(hub / "model")
+    texts = {split: {"text": {"_target_": "dmc.data.TextSource", "name": f"hub/{name}"}}
+             for split, name in (("train", "train"), ("validation", "held_out"))}  # fmt: skip
+    two_ranks["data"] |= texts | {"cache_folder": str(tmp_path / "cache"), "tokenizer": {}}
+    two_ranks["model"] = {"path": "hub/model"}
+    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 2}}, "calibrate": False}
+    if prepared:
+        with Processes(prepare, (two_ranks, hub), 1, log := tmp_path / "prepare.log") as preparing:
+            assert preparing.join() == [0], log.read_text()[-4000:]
+        (hub / "attempts_0").unlink()
+    sabotage = partial(refuse_network, hub=hub, allowed=() if prepared else (0,))
+    with Ranks(two_ranks, 2, log := tmp_path / "ranks.log", sabotage) as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-4000:]
+    assert not (hub / "attempts_1").exists()
+    assert (hub / "attempts_0").exists() != prepared
+
+
 def test_rank_zero_alone_writes(two_ranks, tmp_path):
     train_ranks(two_ranks, 2, tmp_path / "ranks.log")
     folder = Path(two_ranks["output_dir"])
     assert len(starts(folder)) == len(logged_parts(folder)) == 1
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [step_name(7), step_name(8)]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "data.json", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
+        "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip
 
 

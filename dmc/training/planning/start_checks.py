@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from dmc.config import RunConfig
-from dmc.data import DocumentSource, MegatronSource
+from dmc.data import DocumentSource, MegatronSource, local_copy
 from dmc.data.streaming import check_stream_shards
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.modeling import check_retrofit
@@ -96,8 +96,10 @@ def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCon
         return AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
     values = settings.fresh or settings.architecture
     if values is None:
+        folder = local_copy(str(settings.path), settings.revision, files=["config.json"])
+        revision = settings.revision if folder == settings.path else None
         try:
-            return AutoConfig.from_pretrained(settings.path, revision=settings.revision, trust_remote_code=False)
+            return AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
         except OSError as error:
             raise ValueError(
                 f"model.path={settings.path} is no folder with a config.json and cannot be reached on the hub: give "

@@ -1,0 +1,68 @@
+"""What comes from the hub is read once: by the first process of a machine; the others wait for its copy.
+
+What is in the cache stays as it is, so that nothing needs a network once a run has been prepared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+from huggingface_hub import constants, snapshot_download
+
+_MOST_SECONDS = 1800  # that other processes wait: as long as for the first collective
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+TOKENIZER_FILES = MODEL_FILES[1:]
+
+
+def is_first_of_node() -> bool:
+    """Return whether this is the first of the processes that a launcher has started on this machine."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def wait_for_first(is_done: Callable[[], bool]) -> None:
+    """Wait in the other processes of a machine until the first has done something; where it fails it ends them."""
+    deadline = time.monotonic() + (0 if is_first_of_node() else _MOST_SECONDS)
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def once(file: Path, make: Callable[[], str]) -> str:
+    """Return the content of a file, which the first process of a machine makes where it is missing."""
+    wait_for_first(file.is_file)
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_name(f".{file.name}.lock")):  # machines may share the folder
+            if not file.is_file():
+                partial = file.with_name(f".{file.name}")
+                partial.write_text(make())
+                os.replace(partial, file)
+    return file.read_text()
+
+
+def local_copy(name: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
+    """Return the folder of a model or tokenizer of the hub; of a folder, or a name that the hub does not know, itself.
+
+    The copy of a name without a revision is what the hub had when it was first asked for.
+
+    Args:
+        name: a folder or hub name.
+        revision: hub revision.
+        files: patterns of the files to fetch.
+    """
+    if Path(name).is_dir():
+        return name
+    key = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{name}@{revision} {files[0]}")
+    place = Path(constants.HF_HUB_CACHE) / "copies" / key
+    try:
+        found = once(place, lambda: snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        if not Path(found).is_dir():  # somebody has emptied the cache
+            place.unlink(missing_ok=True)
+            found = once(place, lambda: snapshot_download(name, revision=revision, allow_patterns=list(files)))
+    except (OSError, ValueError):  # whoever opens it says why
+        return name
+    return found
