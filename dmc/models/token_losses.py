@@ -117,13 +117,14 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, taught: Taught | None
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, taught: Taught | None, most: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.most = most
         ctx.taught, temperature = taught, 1.0 if taught is None else taught.temperature
         is_reverse = taught is not None and taught.direction == "reverse"
         whole = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
         found, softened, teacher, cross = torch.zeros_like(whole), whole, whole, torch.zeros_like(whole)
-        for words, logits, theirs in _chunks(hidden, weight, taught):
+        for words, logits, theirs in _chunks(hidden, weight, taught, most):
             inside, place = _placed(targets, words)
             found = found + logits.gather(1, place).squeeze(1) * inside
             whole = torch.logaddexp(whole, logits.logsumexp(1))
@@ -151,7 +152,7 @@ class _ChunkedLosses(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
-        for words, logits, theirs in _chunks(hidden, weight, taught):
+        for words, logits, theirs in _chunks(hidden, weight, taught, ctx.most):
             inside, place = _placed(targets, words)
             difference = None
             if theirs is not None and by_divergence is not None:
@@ -174,13 +175,15 @@ class _ChunkedLosses(torch.autograd.Function):
                 weight_gradient[words] = (gradient.T @ hidden).to(weight.dtype)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, taught: Taught | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _chunks(
+    hidden: Tensor, weight: Tensor, taught: Taught | None, most: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield a chunk's slice of the vocabulary, the logits [N, words], and the teacher's over the temperature."""
     size = max(256, CHUNK_ELEMENTS // len(hidden))
-    for begin in range(0, len(weight), size):
+    for begin in range(0, len(weight), size)[:most]:
         words = slice(begin, min(begin + size, len(weight)))
         theirs = None
         if taught is not None:
@@ -209,6 +212,9 @@ class LossHead(nn.Linear):
     The weight is read in this module's own forward, where every kind of sharding has it whole.
     """
 
+    most_chunks: int | None = None
+    """Chunks of the vocabulary to compute, of tensors without data alone: what they hold, the others hold too."""
+
     def forward(self, hidden_states: Tensor, targets: Tensor | None = None, taught: Taught | None = None) -> Any:
         """Return logits [B, T, vocab], or cross-entropy and divergence (None without a teacher), each [B, T].
 
@@ -229,7 +235,7 @@ class LossHead(nn.Linear):
             theirs = taught.hidden_states.flatten(0, 1).to(states.dtype)
             taught = dataclasses.replace(taught, hidden_states=theirs)
         with torch.autocast(device, enabled=False):
-            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught)
+            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught, self.most_chunks)
         ignored = targets == IGNORED
         return tuple(None if each is None else each.view_as(targets).masked_fill(ignored, 0) for each in losses)
 

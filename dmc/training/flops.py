@@ -9,6 +9,8 @@ from lightning.fabric.utilities.throughput import measure_flops
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dmc.config import RunConfig
+
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),
     ("H100 PCIe", 756, 51.2), ("H100 NVL", 835.5, 60), ("H100", 989.4, 66.9), ("H800 PCIe", 756, 51.2),
@@ -20,7 +22,26 @@ PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
 """Part of a GPU's name, the more specific first; peaks by data sheet: dense bfloat16, and float32 without TF32."""
 
 
-def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
+def run_flops_per_token(config: RunConfig, model: PretrainedConfig) -> float:
+    """Count the floating-point operations of one token of a run: see `flops_per_token`, and a teacher's forward.
+
+    Weights that `training.gates_only` freezes need no gradient: two thirds of the operations are left.
+
+    Args:
+        config: the run.
+        model: configuration of its model.
+    """
+    gates, length = config.gates, config.training.sequence_length
+    parts: tuple[str, ...] = ("",)
+    if gates is not None and config.training.gates_only:
+        neuron = ("q_proj", "k_proj") if gates.borrows_neuron else ()
+        # A norm has no product, and the gradient flows to it as to an adapter.
+        parts = (*neuron, *(("input_layernorm",) if gates.has_adapter else ()))
+    needed = flops_per_token(model, length, parts)
+    return needed if config.distillation is None else needed + flops_per_token(model, length, ())
+
+
+def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tuple[str, ...] = ("",)) -> float:
     """Count the floating-point operations of the stock model's forward and backward for one token.
 
     Causal attention counts in full, and neither recomputed activations nor the compression count, as is usual for MFU
@@ -29,6 +50,8 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
     Args:
         config: configuration of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
         sequence_length: tokens per sequence.
+        trained: parts of the names of the weights that get a gradient; the gradient flows back to the first of them
+            alone. Empty: there is no backward.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in ("compression", "layer_types")}
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
@@ -38,8 +61,10 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int) -> float:
         stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": num_layers})
         with FakeTensorMode():  # of fused attention torch counts only some kernels
             model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(any(part in name for part in trained))
             tokens = torch.zeros(1, sequence_length, dtype=torch.long)
-            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum)
+            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if trained else None)
 
     one, two = counted(1), counted(2)  # layers are alike
     return (one + (two - one) * (config.num_hidden_layers - 1)) / sequence_length

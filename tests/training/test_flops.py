@@ -1,9 +1,10 @@
 import pytest
+from planned import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
-from dmc.training.flops import flops_per_token, peak_flops
+from dmc.training.flops import flops_per_token, peak_flops, run_flops_per_token
 
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -26,6 +27,24 @@ def test_gates_add_no_operations_to_those_that_count():
     config = AutoConfig.for_model("llama", **SHAPE)
     compressed = retrofit(AutoModelForCausalLM.from_config(config), CompressionConfig()).config
     assert flops_per_token(compressed, 16) == flops_per_token(config, 16)
+
+
+@pytest.mark.parametrize("gate_input", ["neuron", "hidden", "both"])
+@pytest.mark.parametrize("teacher", [None, {"path": "teacher"}])
+def test_frozen_weights_need_no_gradient_and_a_teacher_a_forward(gate_input, teacher):
+    config = AutoConfig.for_model("llama", **SHAPE)
+    gates = {"gate_input": gate_input, "window_size": 2}
+    found = run_flops_per_token(
+        run(compression=gates, training__gates_only=True, training__distillation=teacher, training__sequence_length=16),
+        config,
+    )
+    attention, scores = 32 * 8 * (4 + 2) * 2, 4 * 3 * 4 * 8 * 16
+    weights = 3 * (attention + 3 * 32 * 48) + 32 * 96
+    trained = 0 if gate_input == "hidden" else 3 * 32 * 8 * (4 + 2)
+    # Below the first gate nothing is trained: its layer's inputs need no gradient, nor do its values.
+    unneeded = 2 * 32 * 8 * (4 + 2 + 2) + 2 * 4 * 8 * 16 if gate_input == "neuron" else 0
+    expected = (4 if teacher is None else 6) * weights + 2 * trained + (3 if teacher is None else 4) * scores
+    assert abs(found - expected + unneeded) <= 8
 
 
 @pytest.mark.parametrize(

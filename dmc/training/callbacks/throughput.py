@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 
 from dmc.config import RunConfig
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.flops import flops_per_token, peak_flops
+from dmc.training.flops import peak_flops, run_flops_per_token
 
 
 class Throughput(AfterStep):
@@ -63,7 +63,7 @@ class Throughput(AfterStep):
         }
         peak = self._peak_flops(module.device)
         if peak is not None:
-            self._flops = self._flops or flops_per_token(module.model.config, training.sequence_length)
+            self._flops = self._flops or run_flops_per_token(self.config, module.model.config)
             measured["train/mfu"] = self._flops * tokens_per_second / (peak * trainer.world_size)
         return measured
 

@@ -17,11 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
+from dmc.models.masked_attention import as_on
 from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
+
+NUM_CHUNKS = 3
+"""Parts of the vocabulary whose loss is computed: the third one finds what two before it have left."""
 
 
 class FakeStep:
@@ -42,6 +46,7 @@ class FakeStep:
         if config.gates is not None:
             model = retrofit(model, config.gates)
         self.module = RetrofitModule(model.train(), config, plan, strategy)
+        self.module.model.lm_head.most_chunks = NUM_CHUNKS
         strategy._lightning_module = self.module
         if config.distillation is not None:
             teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
@@ -84,7 +89,7 @@ class FakeStep:
 def fake_step(
     config: RunConfig, num_layers: int, rank: int = 0, watch: AbstractContextManager | None = None
 ) -> Iterator[FakeStep]:
-    """Let this process be one rank of a run, and lay the run's model over all of them.
+    """Let this process be one rank of a run, and lay the run's model over all of them; attention is the device's.
 
     Args:
         config: of a run without DeepSpeed.
@@ -99,6 +104,7 @@ def fake_step(
             dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
             strategy.make_mesh("cpu")
+        stack.enter_context(as_on("cpu" if config.trainer.accelerator == "cpu" else "cuda"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if watch is not None:
             stack.enter_context(watch)

@@ -52,6 +52,8 @@ class Memory:
     """Moment of the peak."""
     num_weights: int
     """Weights of the model, over all ranks."""
+    num_trained: int
+    """Those of them that the optimizer has states of."""
     formulas: tuple[str, ...] = ()
     """Components by formula, which were not traced."""
     cpu: int = 0
@@ -72,7 +74,9 @@ def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool
         num_ranks: data parallel ranks.
         on_gpu: whether the device is a GPU.
     """
-    peaks, num_weights = trace(without_deepspeed(config), num_layers, config.training.accumulation(num_ranks))
+    peaks, num_weights, num_trained = trace(
+        without_deepspeed(config), num_layers, config.training.accumulation(num_ranks)
+    )
     cpu, formulas = 0, []
     if config.trainer.uses_deepspeed:
         states, cpu = _zero_states(config, num_weights, num_ranks)
@@ -86,7 +90,7 @@ def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool
         formulas.append("context, fragmentation")
     found = tuple(name for name in components if name in formulas)
     peak = re.sub(r"-(\d+)$", lambda back: str(num_layers - int(back[1])), peak)
-    return Memory(components, peak, num_weights, found, cpu)
+    return Memory(components, peak, num_weights, num_trained, found, cpu)
 
 
 def without_deepspeed(config: RunConfig) -> RunConfig:
@@ -101,8 +105,8 @@ def without_deepspeed(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, trainer=trainer, model=dataclasses.replace(config.model, dtype=dtype))
 
 
-def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int]:
-    """Count the memory at each moment of a step, and the model's weights.
+def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
+    """Count the memory at each moment of a step, the model's weights, and those that are trained.
 
     Layers are alike: each moment's peak, and each of its components, is linear in their number.
 
@@ -114,7 +118,7 @@ def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[
     depths = DEPTHS if config.trainer.strategy in ("auto", "ddp") else SHARDED_DEPTHS
     if num_layers <= depths[1]:
         return _trace_layers(config, num_layers, micro_batches)
-    (few, some), (more, others) = (_trace_layers(config, depth, micro_batches) for depth in depths)
+    (few, *some), (more, *others) = (_trace_layers(config, depth, micro_batches) for depth in depths)
 
     def extended(one: int, other: int) -> int:
         return one + (other - one) * (num_layers - depths[0]) // (depths[1] - depths[0])
@@ -123,13 +127,15 @@ def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[
         moment: {name: extended(size, more[moment][name]) for name, size in counted.items()}
         for moment, counted in few.items()
     }
-    return peaks, extended(some, others)
+    num_weights, num_trained = map(extended, some, others)
+    return peaks, num_weights, num_trained
 
 
-def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int]:
+def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
     with fake_step(config, num_layers) as step:
         module, model = step.module, step.module.model
         num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         step.strategy.set_tensors(lambda _: None)  # the optimizer's states
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -158,7 +164,7 @@ def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tup
             for counted in peaks.counted.values():
                 counted["teacher"] = sum(parameter.nbytes for parameter in teacher)
                 counted["weights"] -= counted["teacher"]
-        return peaks.counted, num_weights
+        return peaks.counted, num_weights, num_trained
 
 
 def _frozen_as_buffers(model: nn.Module) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from dmc.config import PlannerConfig, RunConfig
-from dmc.training.flops import flops_per_token, peak_flops
+from dmc.training.flops import peak_flops, run_flops_per_token
+from dmc.training.planning.disk import Disk, plan_disk
 from dmc.training.planning.memory import Memory, plan_memory
+from dmc.training.planning.proposal import Proposal, propose
 from dmc.training.planning.start_checks import check_start, devices_per_node, model_shape
 from dmc.training.stages import Plan
 
@@ -89,8 +91,7 @@ class TrainingPlan:
     """FLOPs of all tokens / (peak * utilization); None: the device's peak is not known."""
     days: float | None
     """Days on all devices."""
-    checkpoint_bytes: int
-    """Bytes on disk of weights and both states of Adam; the previous checkpoint, which is kept, takes as many."""
+    disk: Disk
 
     def refuse_what_does_not_fit(self, config: RunConfig) -> None:
         """Raise ValueError, with the largest component and advice, if a device has not enough memory."""
@@ -149,9 +150,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model.path is not None
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if stored == 2 else trainer.precision)
-    flops = flops_per_token(model, training.sequence_length) * sum(stage.tokens for stage in stages)
-    if config.distillation is not None:
-        flops *= 4 / 3  # the teacher's forward is a third of forward and backward
+    flops = run_flops_per_token(config, model) * sum(stage.tokens for stage in stages)
     gpu_hours = None if peak is None else flops / (peak * planner.utilization) / 3600
     return TrainingPlan(
         model=config.model.path or f"fresh {model.model_type}",
@@ -172,7 +171,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         utilization=planner.utilization,
         gpu_hours=gpu_hours,
         days=None if gpu_hours is None else gpu_hours / num_devices / 24,
-        checkpoint_bytes=3 * stored * memory.num_weights,
+        disk=plan_disk(config, memory, stored, behind),
     )
 
 
@@ -183,8 +182,35 @@ def print_plan(config: RunConfig, planner: PlannerConfig, as_json: bool = False)
         ValueError: see `plan_training`; or, once it is printed, a device has not enough memory for it.
     """
     plan = plan_training(config, planner)
-    print(json.dumps(plan.to_dict(), indent=2) if as_json else plan_table(plan), flush=True)
+    better = propose_settings(config, plan)
+    if as_json:
+        proposal = None if better is None else {"settings": better.settings, "total": better.memory.total}
+        print(json.dumps({**plan.to_dict(), "better": proposal}, indent=2), flush=True)
+    else:
+        print("\n".join([plan_table(plan), *([] if better is None else [proposal_line(better, plan)])]), flush=True)
     plan.refuse_what_does_not_fit(config)
+
+
+def propose_settings(config: RunConfig, plan: TrainingPlan) -> Proposal | None:
+    """Find better settings for the GPUs of a plan; None: there are none, or the run is a CPU's."""
+    if not plan.device.is_gpu:
+        return None
+    num_layers = model_shape(config).num_hidden_layers
+
+    def measure(other: RunConfig) -> Memory:
+        return plan_memory(other, num_layers, plan.data_parallel_size, on_gpu=True)
+
+    num_local = devices_per_node(config)
+    return propose(config, num_local, plan.device.memory_gib * GIB, plan.memory, measure)
+
+
+def proposal_line(better: Proposal, plan: TrainingPlan) -> str:
+    """Say what would be better, in one line."""
+    name = "gathers" if plan.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") else "passes"
+    peak = f"peak {better.memory.total / GIB:.1f} of {plan.device.memory_gib:.1f} GiB"
+    return (
+        f"better: {' '.join(better.settings)} ({peak}, {better.passes} {name} a step instead of {plan.micro_batches})"
+    )
 
 
 def plan_table(plan: TrainingPlan) -> str:
@@ -202,7 +228,7 @@ def plan_table(plan: TrainingPlan) -> str:
         ),
         f"  {'total':<26}{memory.total / GIB:9.2f}  of {device.memory_gib:.1f} ({device.source})",
         f"CPU memory of the first node: {plan.host_bytes / GIB:,.1f} GiB",
-        f"checkpoint: {plan.checkpoint_bytes / GIB:,.1f} GiB, twice on the disk",
+        *_disk_lines(plan.disk),
         f"step: {plan.tokens_per_step:,} tokens, {plan.micro_batches} x {plan.micro_batch_size} sequences per rank",
         *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),
         f"  {'total':<12}{plan.steps:9,} steps {sum(stage.tokens for stage in plan.stages):19,} tokens",
@@ -211,3 +237,11 @@ def plan_table(plan: TrainingPlan) -> str:
         return "\n".join([*lines, f"time: not known, for the peak of {device.name} is not"])
     assumed = f"at an assumed {plan.utilization:.0%} of the peak"
     return "\n".join([*lines, f"time: {plan.gpu_hours:,.0f} GPU-hours, {plan.days:,.1f} days, {assumed}"])
+
+
+def _disk_lines(disk: Disk) -> list[str]:
+    written = [f"{disk.num_checkpoints} checkpoints of {disk.checkpoint / GIB:,.1f} GiB"]
+    written += [f"{disk.num_milestones} milestones"] if disk.num_milestones else []
+    written += [f"{disk.num_snapshots} snapshots"] if disk.num_snapshots else []
+    written.append(f"the model of {disk.export / GIB:,.1f} GiB")
+    return [f"disk: {', '.join(written)}; at most {disk.largest / GIB:,.1f} GiB while it writes"]

@@ -7,48 +7,20 @@ import pytest
 import torch
 import yaml
 from launching import Processes
+from planned import SHAPE, gpus, plan, run
 from scripts_here import run_script
 from test_configs import composed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.config import RunConfig, build_config
+from dmc.training import train
 from dmc.training.planning import memory
-from dmc.training.planning.planner import GIB, plan_table, plan_training
+from dmc.training.planning.planner import GIB, plan_table
 
 ROOT = Path(__file__).parents[3]
 STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
 """Tolerances: of weights, gradients and optimizer states; of the peak; of a rank's of two that talk to each other."""
 STATE_NAMES = ("weights", "gradients", "optimizer states")
-TEXT = {"_target_": "dmc.data.StandardLibrarySource"}
-SHAPE = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
-}  # fmt: skip
-
-
-def run(shape=SHAPE, compression=True, **changes):
-    values = {
-        "model": {"fresh": shape},
-        "data": {"train": {"text": TEXT}, "validation": {"text": TEXT}, "tokenizer": {"path": "somewhere"}},
-        "compression": {"window_size": 2} if compression is True else compression,
-        "training": {
-            "stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 5}},
-            "batch_size": 64, "sequence_length": 64, "micro_batch_size": 2,
-        },
-        "trainer": {"accelerator": "cpu"},
-    }  # fmt: skip
-    for name, value in changes.items():
-        group, key = name.split("__")
-        values[group] = {**values[group], key: value}
-    return build_config(RunConfig, values)
-
-
-def gpus(**changes):
-    return run(**{"trainer__accelerator": "gpu", "compression": None, **changes})
-
-
-def plan(config, **planner):
-    return plan_training(config, PlannerConfig(**planner))
 
 
 def shape_of(config):
@@ -327,3 +299,39 @@ def test_every_llama_experiment_fits(name):
     found = plan(config, device="H100", device_memory_gib=80)
     found.refuse_what_does_not_fit(config)
     assert "GPU-hours" in plan_table(found)
+
+
+@pytest.mark.parametrize("gate_input", ["neuron", "hidden"])
+def test_the_disk_is_told_as_a_run_of_gates_alone_fills_it(run_values, gate_input):
+    run_values["model"]["fresh"] |= {"hidden_size": 256, "head_dim": 64}
+    run_values["compression"] |= {"gate_input": gate_input, "action": "drop"}
+    run_values["training"] |= {
+        "stages": {"retrofit": {"steps": 4}}, "gates_only": True, "calibrate": False, "snapshot_ratios": [2.0],
+        "milestones": {"ratios": [3.0]}, "validate_every_steps": 100,
+    }  # fmt: skip
+    config = build_config(RunConfig, run_values)
+    values = {**run_values, "model": {"fresh": run_values["model"]["fresh"] | {"vocab_size": 300}}}
+    found = plan(build_config(RunConfig, values))
+    folder = train(config).folder
+
+    def held(place):
+        files = [path for path in (folder / place).rglob("*") if path.suffix in (".distcp", ".safetensors")]
+        assert files, place
+        return sum(path.stat().st_size for path in files)
+
+    disk = found.disk
+    checkpoints = list((folder / "checkpoints").glob("step_*"))
+    assert (disk.num_checkpoints, disk.num_milestones, disk.num_snapshots) == (len(checkpoints), 1, 1)
+    for checkpoint in (*checkpoints, folder / "milestones" / "cr3"):
+        assert disk.checkpoint == pytest.approx(held(checkpoint), rel=0.03)
+    assert disk.export == pytest.approx(held("final"), rel=0.03) == pytest.approx(held("snapshots/cr2"), rel=0.03)
+    assert disk.largest == 4 * disk.checkpoint + disk.export
+    share = {"neuron": 1.2, "hidden": 1.05}[gate_input]
+    assert disk.checkpoint < share * disk.export
+
+
+def test_a_checkpoint_of_a_whole_run_holds_every_weight_thrice():
+    found = plan(gpus(trainer__strategy="fsdp2", trainer__devices=2))
+    disk = found.disk
+    assert disk.checkpoint == 3 * disk.export == 12 * found.num_weights
+    assert disk.largest == disk.checkpoint + 2 * disk.export  # of 7 steps one is saved

@@ -1,0 +1,182 @@
+"""The settings with which a run communicates least: how large a micro-batch, and where weights and gradients travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dmc.config import RunConfig
+from dmc.training.planning.memory import Memory
+
+HEADROOM = 0.1
+"""Share of a device's memory that a proposal leaves free."""
+IN_NODE, BETWEEN_NODES = 450e9, 50e9
+"""Bytes per second that a GPU sends: an H100's NVLink, and its adapter of 400 Gb/s. Their ratio decides."""
+FIXED = ("weights", "gradients", "optimizer states", "teacher", "gathered weights", "gradients on their way", "buckets")
+"""Components that do not grow with the micro-batch."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a proposal may change; the model that is trained, and its batch, stay."""
+
+    strategy: str
+    shard_size: int | None
+    accumulate_locally: bool
+    micro_batch_size: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Layout:
+        """Read that of a run."""
+        trainer = config.trainer
+        size = config.training.micro_batch_size
+        return cls(trainer.strategy, trainer.shard_size, trainer.accumulate_locally, size)
+
+    def of_run(self, config: RunConfig) -> RunConfig:
+        """Give a run that differs in this."""
+        values = dataclasses.asdict(self)
+        training = dataclasses.replace(config.training, micro_batch_size=values.pop("micro_batch_size"))
+        return dataclasses.replace(config, training=training, trainer=dataclasses.replace(config.trainer, **values))
+
+    def settings(self, before: Layout) -> list[str]:
+        """List what differs from another one, as on the command line."""
+        changed = []
+        for name, value in dataclasses.asdict(self).items():
+            if value != getattr(before, name):
+                group = "training" if name == "micro_batch_size" else "trainer"
+                changed.append(f"{group}.{name}={'null' if value is None else str(value).lower()}")
+        return changed
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Better settings than those of a run."""
+
+    settings: list[str]
+    """What to add to the command."""
+    memory: Memory
+    passes: int
+    """Micro-batches of each rank for one optimizer step; divided weights are gathered for each of them."""
+
+
+def propose(
+    config: RunConfig, num_local: int, device_bytes: float, memory: Memory, measure: Callable[[RunConfig], Memory]
+) -> Proposal | None:
+    """Find settings with less communication, and then with fewer passes, that fit with `HEADROOM`.
+
+    What is proposed has been traced; what is left out has been estimated from peaks traced at two micro-batches or more
+    (see `_Peaks`), so that a larger micro-batch that fits is never missed.
+
+    Args:
+        config: the run.
+        num_local: devices of a node.
+        device_bytes: memory of one device.
+        memory: of the run.
+        measure: traces the memory of a run.
+    Returns:
+        None: the run's own settings are the best, or nothing fits.
+    """
+    own, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
+    layouts = sorted(_layouts(config, num_local), key=lambda each: _cost(each.of_run(config), num_local, memory))
+    sizes = sorted({each.micro_batch_size for each in layouts})
+    peaks = _Peaks(config, num_local, memory)
+    traced = {own: memory}
+
+    def fits(layout: Layout) -> bool:
+        if layout == own:
+            return memory.total <= device_bytes
+        return (traced[layout].total if layout in traced else peaks.estimate(layout)) <= limit
+
+    while (best := next(filter(fits, layouts), None)) is not None:
+        if best in traced:
+            if peaks.is_known or len(sizes) == 1:
+                break
+            place = sizes.index(best.micro_batch_size)
+            best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
+        traced[best] = measure(best.of_run(config))
+        peaks.add(best, traced[best])
+    if best is None or best == own:
+        return None
+    return Proposal(best.settings(own), traced[best], _passes(best.of_run(config), num_local))
+
+
+class _Peaks:
+    """Peaks over the micro-batch, of which some are traced; those of another layout differ in the states they hold.
+
+    A peak is the largest of several straight lines over the micro-batch. So the line through two traced ones is never
+    too low between them, and never too high beyond them.
+    """
+
+    def __init__(self, config: RunConfig, num_local: int, memory: Memory) -> None:
+        self._config, self._num_local, self._memory = config, num_local, memory
+        self._totals: dict[int, float] = {}
+        self.add(Layout.of(config), memory)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are two."""
+        return len(self._totals) > 1
+
+    def add(self, layout: Layout, memory: Memory) -> None:
+        """Take down a traced peak."""
+        self._totals[layout.micro_batch_size] = memory.total - self._held(layout)
+
+    def estimate(self, layout: Layout) -> float:
+        """Estimate a peak."""
+        size, sampled = layout.micro_batch_size, sorted(self._totals)
+        if not self.is_known:  # all that grows does so in proportion, which is too much
+            grows = sum(value for name, value in self._memory.components.items() if name not in FIXED)
+            return self._totals[sampled[0]] + grows * (size / sampled[0] - 1) + self._held(layout)
+        place = next((place for place, each in enumerate(sampled) if each > size), len(sampled))
+        below, above = sampled[(place := min(max(place, 1), len(sampled) - 1)) - 1], sampled[place]
+        slope = (self._totals[above] - self._totals[below]) / (above - below)
+        return self._totals[below] + slope * (size - below) + self._held(layout)
+
+    def _held(self, layout: Layout) -> float:
+        """Bytes of weights, gradients and Adam's states on a rank."""
+        run = layout.of_run(self._config)
+        _, shard, tensor = run.trainer.mesh(self._num_local)
+        stored = 2 if run.model.dtype == "bfloat16" else 4
+        divided = stored * (self._memory.num_weights + 2 * self._memory.num_trained) / shard
+        gradients = 4 * self._memory.num_trained / (1 if run.trainer.accumulate_locally else shard)
+        return (divided + gradients) / tensor
+
+
+def _layouts(config: RunConfig, num_local: int) -> list[Layout]:
+    """List a run's own layout, and those it may have instead; of equal ones the first is taken."""
+    own = Layout.of(config)
+    layouts = [own]
+    if own.strategy in ("fsdp2", "hsdp"):
+        if config.trainer.num_nodes > 1:
+            layouts += [dataclasses.replace(own, strategy=each, shard_size=None) for each in ("hsdp", "fsdp2")]
+        layouts += [dataclasses.replace(each, accumulate_locally=not each.accumulate_locally) for each in layouts]
+    per_rank = config.training.batch_size // _num_ranks(config, num_local)
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    found = [dataclasses.replace(each, micro_batch_size=size) for each in layouts for size in sizes]
+    return list(dict.fromkeys([own, *found]))
+
+
+def _num_ranks(config: RunConfig, num_local: int) -> int:
+    """Data parallel ranks."""
+    return num_local * config.trainer.num_nodes // config.trainer.devices_per_sequence
+
+
+def _passes(config: RunConfig, num_local: int) -> int:
+    return config.training.accumulation(_num_ranks(config, num_local))
+
+
+def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
+    """Return the seconds that a rank sends in a step, if nothing is hidden behind computation, and its passes.
+
+    Weights are gathered for forward and for backward, a teacher's for forward; gradients are float32.
+    """
+    trainer, passes = config.trainer, _passes(config, num_local)
+    copies, shard, tensor = trainer.mesh(num_local)
+    computed = 2 if "bfloat16" in (config.model.dtype, trainer.precision.replace("bf16-mixed", "bfloat16")) else 4
+    gathered = computed * memory.num_weights * (2 if config.distillation is None else 3) / tensor
+    gradients = 4 * memory.num_trained / tensor
+    sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients
+    seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
+    seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
+    return seconds, passes

@@ -1,0 +1,124 @@
+"""What a plan proposes fits, needs less communication, and nothing larger fits."""
+
+import dataclasses
+
+import pytest
+from planned import gpus, plan
+from test_configs import composed, names, opening
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmc.config import PlannerConfig
+from dmc.training.planning.fake_step import fake_step
+from dmc.training.planning.memory import Memory, plan_memory
+from dmc.training.planning.planner import GIB, plan_training, proposal_line, propose_settings
+from dmc.training.planning.proposal import HEADROOM, Layout, propose
+
+ON_GPUS = [name for name in names("experiment") if name.startswith("llama") and "train.py" in opening(name)[1]]
+ALIKE = {"llama2_7b_cr4", "llama2_7b_cr8", "llama2_7b_branch", "llama2_7b_ramp"}
+"""Have the shapes, ranks and batch of `llama2_7b_cr2`."""
+H100 = PlannerConfig(device="NVIDIA H100 80GB HBM3", device_memory_gib=80.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ON_GPUS if name not in ALIKE])
+def test_every_experiment_has_the_settings_that_its_plan_proposes(name):
+    config = composed(f"experiment={name}", "trainer.devices=8")
+    found = plan_training(config, H100)
+    assert found.memory.total <= (1 - HEADROOM) * 80 * GIB
+    better = propose_settings(config, found)
+    assert better is None, proposal_line(better, found)
+
+
+def test_experiments_on_gpus_that_are_alike_have_the_layout_of_the_one_that_is_planned():
+    planned = Layout.of(composed("experiment=llama2_7b_cr2"))
+    for name in ALIKE:
+        assert Layout.of(composed(f"experiment={name}")) == planned, name
+
+
+def test_the_largest_micro_batch_that_fits_is_proposed():
+    config = gpus(trainer__strategy="fsdp2", trainer__devices=2, training__micro_batch_size=1)
+    alone = plan(config)
+    totals = {}
+    for size in (1, 2, 4, 8, 16, 32):
+        other = Layout("fsdp2", None, False, size).of_run(config)
+        totals[size] = plan_memory(other, 3, 2, on_gpu=True).total
+    for best in (2, 8, 16):
+        device = dataclasses.replace(alone.device, memory_gib=(totals[best] + 1000) / (1 - HEADROOM) / GIB)
+        better = propose_settings(config, dataclasses.replace(alone, device=device))
+        assert better.settings == [f"training.micro_batch_size={best}"]
+        assert better.memory.total == totals[best] and better.passes == 32 // best
+        own = Layout("fsdp2", None, False, best).of_run(config)
+        assert propose_settings(own, dataclasses.replace(plan(own), device=device)) is None
+    assert "gathers a step instead of 32" in proposal_line(better, alone)
+
+
+def peak(base, slope, knee):
+    """Return a peak over the micro-batch that has two slopes, as where another moment becomes the largest."""
+    return lambda size: max(base + slope * size, base / 2 + 3 * slope * (size - knee))
+
+
+@pytest.mark.parametrize("knee", [0, 3, 9])
+@pytest.mark.parametrize("start", [1, 4, 32])
+@pytest.mark.parametrize("gigabytes", [11, 14, 20, 45, 90, 400])
+def test_no_shape_of_the_peak_hides_a_larger_micro_batch_and_few_are_traced(knee, start, gigabytes):
+    config = Layout("ddp", None, False, start).of_run(gpus(trainer__strategy="ddp", trainer__devices=2))
+    needed, traced = peak(10e9, 1e9, knee), []
+
+    def measure(run):
+        size = run.training.micro_batch_size
+        traced.append(size)
+        return Memory({"weights": 5_000_000_000, "activations": round(needed(size) - 5e9)}, "", 10, 10)
+
+    device = gigabytes * 1e9
+    better = propose(config, 2, device, measure(config), measure)
+    fitting = [size for size in (1, 2, 4, 8, 16, 32) if needed(size) <= device * (1 - HEADROOM)]
+    if needed(start) <= device:
+        fitting.append(start)
+    chosen = max(fitting, default=None)
+    assert (better.settings if better else []) == (
+        [] if chosen in (None, start) else [f"training.micro_batch_size={chosen}"]
+    )
+    assert len(traced) == len(set(traced)) <= 5
+
+
+def test_weights_are_divided_inside_a_node_where_they_fit_and_gradients_travel_once():
+    config = gpus(trainer__strategy="fsdp2", trainer__devices=8, trainer__num_nodes=2, training__micro_batch_size=1)
+    better = propose_settings(config, plan(config))
+    assert better.settings == ["trainer.strategy=hsdp", "training.micro_batch_size=4"]  # the whole share: one pass
+    assert better.passes == 1
+
+
+def test_a_cpu_has_no_wires():
+    config = gpus(trainer__accelerator="cpu", training__micro_batch_size=1)
+    assert propose_settings(config, plan(config)) is None
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += 1
+        return function(*arguments, **(keywords or {}))
+
+
+def operations(length=4096, **changes):
+    config = gpus(
+        compression={"action": "drop", "target_ratio": 2.0, **changes.pop("compression", {})},
+        training__sequence_length=length, training__activation_checkpointing=True, **changes,
+    )  # fmt: skip
+    with fake_step(config, 2, 0, counted := Operations()) as step:
+        step.micro_batch()
+    return counted.count
+
+
+@pytest.mark.parametrize("teacher", [None, {"path": "teacher"}])
+def test_what_a_plan_traces_grows_with_neither_delay_nor_length_nor_vocabulary(teacher):
+    wide = {**gpus().model.fresh, "vocab_size": 151_936}
+    counts = {
+        operations(length, compression={"delay": delay}, training__distillation=teacher, model__fresh=wide)
+        for delay in (16, 128, 256, 512)
+        for length in (4096, 8192)
+    }
+    assert len(counts) == 1 and counts.pop() < (3200 if teacher is None else 4000)
