@@ -90,10 +90,14 @@ def propose(
 
     while (best := next(filter(fits, layouts), None)) is not None:
         if best in traced:
-            if peaks.is_known or len(sizes) == 1:
-                break
             place = sizes.index(best.micro_batch_size)
-            best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
+            if peaks.is_known or len(sizes) == 1:
+                larger = dataclasses.replace(best, micro_batch_size=sizes[min(place + 1, len(sizes) - 1)])
+                if larger in traced or not peaks.may_be_less(larger):
+                    break
+                best = larger
+            else:
+                best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
         traced[best] = measure(best.of_run(config))
         peaks.add(best, traced[best])
     if best is None or best == own:
@@ -117,6 +121,10 @@ class _Peaks:
     def is_known(self) -> bool:
         """Whether there are two."""
         return len(self._totals) > 1
+
+    def may_be_less(self, layout: Layout) -> bool:
+        """Whether an estimate lies between two traced peaks."""
+        return layout.micro_batch_size < max(self._totals)
 
     def add(self, layout: Layout, memory: Memory) -> None:
         """Take down a traced peak."""
