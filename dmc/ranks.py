@@ -153,6 +153,10 @@ class Ranks:
         """
         return tensor if self.size == 1 else _Join.apply(tensor, dim, self)
 
+    def parted(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of what all ranks have, differentiably: the whole has the gradients of all parts."""
+        return tensor if self.size == 1 else _Part.apply(tensor, dim, self)
+
     def summed(self, tensor: Tensor) -> Tensor:
         """Add up the ranks' tensors, differentiably: each rank uses the sum in its own way, so gradients add up too."""
         return tensor if self.size == 1 else _Sum.apply(tensor, self)
@@ -207,6 +211,17 @@ class _Join(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         own = context.ranks.own(gradients[0], context.dim)
         return own * context.ranks.tokens_divided, None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
+        context.dim, context.ranks = dim, ranks
+        return ranks.own(tensor, dim).contiguous()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat(context.ranks._gather(gradients[0].contiguous()), context.dim), None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -45,7 +45,7 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
         (
             "trainer",
             {"context_parallel_size": 3, "strategy": "fsdp2"},
-            "sequence_length=4096 cannot be divided among trainer.context_parallel_size=3: use a multiple of it",
+            "sequence_length=4096 cannot be divided among the 3 devices of trainer.context_parallel_size",
         ),
         ("trainer", {"shard_size": 2}, "trainer.shard_size=2 needs trainer.strategy=hsdp, not auto"),
         ("trainer", {"accumulate_locally": True}, "accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not"),

@@ -83,10 +83,11 @@ class RunConfig:
             yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
             yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
-        context = self.trainer.context_parallel_size
-        if training.sequence_length % context:
-            length = f"training.sequence_length={training.sequence_length}"
-            yield f"{length} cannot be divided among trainer.context_parallel_size={context}: use a multiple of it"
+        if training.sequence_length % (shared := self.trainer.devices_per_sequence):
+            yield (
+                f"training.sequence_length={training.sequence_length} cannot be divided among the {shared} devices of "
+                "trainer.context_parallel_size * tensor_parallel_size: use a multiple of it"
+            )
         ends = 0
         for lesson in facts.lessons if facts is not None else ():
             ends += lesson.sequences

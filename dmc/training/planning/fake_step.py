@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -103,6 +104,7 @@ def fake_step(
         if num_ranks > 1:
             dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
+            stack.callback(_clear_sharding_prop_cache)  # it holds the mesh, whose groups are gone
             strategy.make_mesh("cpu")
         stack.enter_context(as_on("cpu" if config.trainer.accelerator == "cpu" else "cuda"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -20,10 +20,11 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -41,8 +42,8 @@ from dmc.training.planning.start_checks import devices_per_node
 from dmc.training.strategies.parallelism import Parallelism, no_states
 
 MESH_NAMES = ("replicate", "shard", "tensor")
-HEADS = 2
-"""Dimension of the heads in projected queries and keys, [B, T, H, D]."""
+TIME, HEADS = 1, 2
+"""Dimensions of hidden states, [B, T, hidden], and of projected queries and keys, [B, T, H, D]."""
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
@@ -203,12 +204,30 @@ def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model."""
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model.
+
+    Between attention and MLP, in norms and residuals, each rank has its part of the tokens (sequence parallelism).
+    """
+    tokens, whole = Shard(TIME), Replicate()
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=tokens),
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    }
+    norm = SequenceParallel(sequence_dim=TIME, use_local_output=True)
+    of_layer: dict[str, ParallelStyle] = {
+        "input_layernorm": norm,
+        "post_attention_layernorm": norm,
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole),
     }
     for pattern, name in model.config.base_model_tp_plan.items():
         if name in styles:
             parallelize_module(model.model, mesh, {pattern: styles[name]})
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, of_layer)
+    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: (ranks.parted(inputs[0], TIME), *inputs[1:]))
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: (ranks.join(inputs[0], TIME), *inputs[1:]))

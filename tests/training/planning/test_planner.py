@@ -180,14 +180,13 @@ def test_tensor_parallelism_divides_layers_and_repeats_the_rest():
     assert found.num_weights == plan(gpus()).num_weights
 
 
-def test_context_parallelism_divides_activations_and_nothing_else_of_sharded_weights():
-    def components(**changes):
-        config = gpus(trainer__devices=4, trainer__strategy="fsdp2", training__batch_size=4, **changes)
-        return plan(config).memory.components
-
-    whole, halves = components(), components(trainer__context_parallel_size=2)
-    assert {name: halves[name] for name in STATE_NAMES} == {name: whole[name] for name in STATE_NAMES}
-    assert halves["activations"] == pytest.approx(whole["activations"] / 2, rel=0.1)
+@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_share_sequences_have_fewer_activations(size):
+    options = {"trainer__devices": 4, "trainer__strategy": "fsdp2", "training__batch_size": 8}
+    options |= {"training__activation_checkpointing": True}
+    whole, halves = (plan(gpus(**options, **{f"trainer__{size}": count})).memory for count in (1, 2))
+    # The residuals are halved; tables of RoPE, which count in a tiny model, are not.
+    assert halves.components["activations"] < 0.8 * whole.components["activations"]
 
 
 def test_offloaded_states_move_to_the_host():
