@@ -118,10 +118,92 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert second["slurm"]["SLURM_JOB_NODELIST"] == "node[1-2]"
     assert {"versions", "git_commit", "command"} <= set(second)
     assert "torch==" in (folder / "packages.txt").read_text()
-    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [f"{job}-0.log", f"{job}-1.log"]
+    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [
+        f"{job}-0.log", f"{job}-1.log", f"{job}-srun.log",
+    ]  # fmt: skip
     assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
     assert logged_losses(folder) == logged_losses(whole)
     assert sorted(logged_losses(folder)) == list(range(steps))
+
+
+CRASHES = {
+    "recovers": "{steps: [5, 9], marks: %s, every: 4}",  # with a checkpoint in between
+    "always": "{steps: [3], error: RuntimeError}",
+    "refused": "{steps: [3], error: ValueError}",
+}
+
+
+@pytest.fixture(scope="module")
+def crashing_jobs(slurm, settings, tmp_path_factory):
+    """Runs of two nodes each whose second rank crashes, one restart allowed from each checkpoint."""
+    root, jobs = tmp_path_factory.mktemp("crashing"), {}
+    for name, crash in CRASHES.items():
+        (root / name).mkdir()
+        crash = crash.replace("{", "{_target_: crashing.Crash, ").replace("%s", str(root / name))
+        overrides = [*settings, *long_run(14), "training.checkpoint_every_steps=4", f"output_dir={root / name / 'run'}"]
+        environment = f"--export=ALL,MAX_RESTARTS=1,PYTHONPATH={Path(__file__).parent}"
+        nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={root / name}/job.log", environment]
+        jobs[name] = slurm.submit(*nodes, "slurm/train.sbatch", *overrides, f"+callbacks.crash={crash}")
+    return root, jobs
+
+
+def test_a_run_whose_rank_is_killed_goes_on_and_progress_gives_new_restarts(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["recovers"]) == "COMPLETED", logs(root / "recovers")
+    folder, told = root / "recovers" / "run", (root / "recovers" / "job.log").read_text()
+    assert [each["step"] for each in starts(folder)] == [0, 4, 8]
+    assert sorted(logged_losses(folder)) == list(range(14)) and (folder / "final").is_dir()
+    for step in (4, 8):
+        checkpoint = folder / "checkpoints" / f"step_{step:07d}"
+        assert f"restart 1 of 1 from the last good checkpoint: {checkpoint}\n" in told
+        assert f"from {checkpoint}: " in (folder / "crashes.log").read_text()
+    assert len(re.findall(r"ended: \S+: task 1: Killed; last line of its log: .", told)) == 2
+
+
+def test_a_run_that_always_crashes_ends_after_the_bound(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["always"]) == "FAILED", logs(root / "always")
+    folder, told = root / "always" / "run", (root / "always" / "job.log").read_text()
+    assert [each["step"] for each in starts(folder)] == [0, 0]
+    error = "RuntimeError: this rank's GPU has fallen off the bus"
+    assert len(re.findall(rf"task 1: Exited with exit code 70; last line of its log: {error}\n", told)) == 2
+    assert told.rstrip().endswith("not restarted: 1 restarts from the same place (MAX_RESTARTS); last good checkpoint: no "
+                                  "checkpoint yet")  # fmt: skip
+
+
+def test_a_user_s_error_is_not_requeued(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["refused"]) == "FAILED", logs(root / "refused")
+    told = (root / "refused" / "job.log").read_text()
+    assert len(starts(root / "refused" / "run")) == told.count(" restart 0,") == 1
+    assert "task 1: Exited with exit code 1; last line of its log: ValueError: " in told
+    assert not (root / "refused" / "run" / "crashes.log").exists()
+
+
+SAID = "srun: error: node%s\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "crashed"),
+    [
+        (["1: task 3: Killed", "2: tasks 4-7: Exited with exit code 1"], True),
+        (["1: task 3: Segmentation fault (core dumped)"], True),
+        (["1: task 3: Out Of Memory"], True),
+        (["1: tasks 0-3: Aborted"], True),
+        (["1: task 3: Exited with exit code 70", "1: task 0: Killed"], True),
+        (["1: task 3: Exited with exit code 70", "1: tasks 0-2: Exited with exit code 1"], False),
+        (["1: task 0: Exited with exit code 1", "1: task 1: Killed"], False),
+        (["[1-2]: tasks 0-7: Exited with exit code 75"], False),
+        (["[1-2]: tasks 0,2,4: Exited with exit code 127"], False),
+        (["1: task 0: Terminated", "1: task 1: Killed"], False),
+        ([], False),
+    ],
+)
+def test_only_a_failure_of_the_machine_is_a_crash(said, crashed, tmp_path):
+    (tmp_path / "said").write_text("srun: Job step aborted: waiting\n" + "".join(SAID % each for each in said))
+    command = [f'. slurm/launch.sh; is_crash "{tmp_path}/said" && echo crash || echo none']
+    done = subprocess.run(["bash", "-c", *command], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == ("crash\n" if crashed else "none\n")
 
 
 def table_of(folder):
@@ -221,3 +303,13 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
         assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(root)
         assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(root)
         assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(root)
+
+
+def smoke_job(slurm, settings, folder, *changes):
+    """Run the smoke job on two nodes; return its state and its log."""
+    nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log"]
+    run = [*settings, "training.batch_size=4", "trainer.strategy=hsdp", "trainer.shard_size=2", *changes]
+    run = [each for each in run if each not in ("debug=tiny", "training.snapshot_ratios=[]")]
+    run += ["training.sequence_length=64", "training.validation_sequences=4", "training.distillation.weight=1.0"]
+    job = slurm.submit(*nodes, "slurm/smoke.sbatch", *run, f"output_dir={folder}/run")
+    return slurm.wait(job), (folder / "job.log").read_text(), folder / f"run_smoke_{job}"
