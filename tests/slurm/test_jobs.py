@@ -18,6 +18,7 @@ from launching import logged_losses, logged_parts, train_ranks, write_corpus
 from scripts_here import run_script
 
 from dmc.config import run_config
+from dmc.data import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,7 +177,7 @@ def test_a_user_s_error_is_not_requeued(slurm, crashing_jobs):
     assert slurm.wait(jobs["refused"]) == "FAILED", logs(root / "refused")
     told = (root / "refused" / "job.log").read_text()
     assert len(starts(root / "refused" / "run")) == told.count(" restart 0,") == 1
-    assert "task 1: Exited with exit code 1; last line of its log: ValueError: " in told
+    assert "task 1: Exited with exit code 1; last line of its log: [rank1]: ValueError: " in told
     assert not (root / "refused" / "run" / "crashes.log").exists()
 
 
@@ -305,11 +306,53 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
         assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(root)
 
 
-def smoke_job(slurm, settings, folder, *changes):
-    """Run the smoke job on two nodes; return its state and its log."""
-    nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={folder}/job.log"]
-    run = [*settings, "training.batch_size=4", "trainer.strategy=hsdp", "trainer.shard_size=2", *changes]
-    run = [each for each in run if each not in ("debug=tiny", "training.snapshot_ratios=[]")]
-    run += ["training.sequence_length=64", "training.validation_sequences=4", "training.distillation.weight=1.0"]
-    job = slurm.submit(*nodes, "slurm/smoke.sbatch", *run, f"output_dir={folder}/run")
-    return slurm.wait(job), (folder / "job.log").read_text(), folder / f"run_smoke_{job}"
+@pytest.fixture
+def smoke(slurm, settings, make_stock, tmp_path):
+    """Return what runs the smoke job of an experiment on a tiny model and two nodes, and gives its log and folder."""
+    model = tmp_path / "model"
+    make_stock("qwen3", vocab_size=300).save_pretrained(model)
+    texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
+    train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
+    run = [
+        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files", *[each for each in settings if "text.name" in each],
+        f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
+        "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",
+        "training.validation_sequences=4", f"output_dir={tmp_path}/run",
+    ]  # fmt: skip
+
+    def submit(*changes):
+        nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log"]
+        job = slurm.submit(*nodes, "slurm/smoke.sbatch", *run, *changes)
+        state = slurm.wait(job)
+        return state, (tmp_path / "job.log").read_text().splitlines(), tmp_path / f"run_smoke_{job}"
+
+    return submit
+
+
+def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smoke, tmp_path):
+    state, told, folder = smoke()
+    assert state == "COMPLETED", "\n".join(told) + logs(folder)
+    assert told[-1] == (
+        f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
+    )  # fmt: skip
+    assert [each["step"] for each in starts(folder)] == [0, 10]
+    assert [sorted(part) for part in logged_parts(folder)] == [[*range(10)], [*range(10, 20)]]
+    table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in told if line.startswith("| ")}
+    assert float(table["seconds per step"][0]) > 0 and float(table["tokens per second"][0].replace(",", "")) > 0
+    assert table["peak of a rank, resident with Python and its libraries"][0].endswith(" GiB")
+    assert table["MFU"][0] == "peak of CPU not known"
+    assert "the whole run, 800 steps, in GPU-hours" in table
+    assert not (folder / "checkpoints").exists() and not (folder / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("planner.device_memory_gib=0.001", "plan: error: a rank needs "),
+        ("experiment=qwen3_8b_dms9", "settings: "),
+        ("data.validation.text.name=none", "exit code 1, expected 75: "),
+    ],
+)
+def test_a_smoke_job_that_fails_ends_with_the_reason(smoke, change, reason):
+    state, told, _ = smoke(change)
+    assert state == "FAILED" and told[-1].startswith(f"smoke: failed: {reason}"), "\n".join(told)
