@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tqdm.auto import trange
 
 from dmc.budget import check_ratio
-from dmc.measure import score_text
+from dmc.measure import TextScore, score_text
 from dmc.ranks import ALONE, Ranks
 
 NUM_HALVINGS = 12
@@ -22,12 +22,19 @@ TOLERANCE = 0.002
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of a calibration."""
+    """Result of a calibration: offset and scores on its text, before and after."""
 
     offset_before: float
     offset: float
-    ratio_before: float
-    achieved_ratio: float
+    before: TextScore
+    after: TextScore
+    counts: Literal["held", "decided"]
+    """What the target is a ratio of, see `CompressionConfig.target_counts`."""
+
+    @property
+    def ratio(self) -> float:
+        """Ratio that the calibration reached, of what the target counts."""
+        return _counted(self.after, self.counts)
 
 
 def calibrate_offset(
@@ -36,7 +43,7 @@ def calibrate_offset(
     target_ratio: float,
     sharing: Ranks = ALONE,
 ) -> Calibration:
-    """Set the model's `decision_offset` so that its achieved ratio on `batches` meets `target_ratio`.
+    """Set the model's `decision_offset` so that its ratio on `batches`, held or decided, meets `target_ratio`.
 
     Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
     merges less; the search halves an interval of `REACH` on either side. No weight changes.
@@ -54,22 +61,29 @@ def calibrate_offset(
         raise ValueError("the model has no gates to calibrate: retrofit it first")
     if model.compression.decisions == "fixed":
         raise ValueError("fixed decisions have no offset to calibrate: their ratio is compression.target_ratio")
-    before = model.compression.decision_offset
+    before, counts = model.compression.decision_offset, model.compression.target_counts
 
-    def ratio_at(offset: float) -> float:
+    def score_at(offset: float) -> TextScore:
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-        return score_text(model, batches, sharing=sharing).achieved_ratio
+        return score_text(model, batches, sharing=sharing)
 
-    best_offset, best_ratio = before, ratio_at(before)
-    ratio_before, low, high = best_ratio, before - REACH, before + REACH
-    offset, ratio = before, ratio_before
+    def distance(score: TextScore) -> float:
+        return abs(_counted(score, counts) / target_ratio - 1)
+
+    first = best = score = score_at(before)
+    best_offset = offset = before
+    low, high = before - REACH, before + REACH
     for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
-        if abs(best_ratio / target_ratio - 1) <= TOLERANCE:
+        if distance(best) <= TOLERANCE:
             break
-        low, high = (offset, high) if ratio > target_ratio else (low, offset)
+        low, high = (offset, high) if _counted(score, counts) > target_ratio else (low, offset)
         offset = (low + high) / 2
-        ratio = ratio_at(offset)
-        if abs(ratio / target_ratio - 1) < abs(best_ratio / target_ratio - 1):
-            best_offset, best_ratio = offset, ratio
+        score = score_at(offset)
+        if distance(score) < distance(best):
+            best_offset, best = offset, score
     model.compression = dataclasses.replace(model.compression, decision_offset=best_offset)
-    return Calibration(before, best_offset, ratio_before, best_ratio)
+    return Calibration(before, best_offset, first, best, counts)
+
+
+def _counted(score: TextScore, counts: str) -> float:
+    return score.achieved_ratio if counts == "held" else score.decided_ratio

@@ -25,11 +25,18 @@ class TextScore:
     """Next-token cross-entropy, nats per token: the mean over sequences of the mean over their scored tokens."""
     held: Tensor | None
     """Share of the tokens each head holds at the end of a sequence, [L, H]; None without gates."""
+    decided: Tensor | None = None
+    """Share of the tokens each head decides to hold, those that wait for their decision included, [L, H]."""
 
     @property
     def achieved_ratio(self) -> float:
         """Tokens over held entries; 1 without gates."""
         return 1.0 if self.held is None else 1.0 / float(self.held.mean())
+
+    @property
+    def decided_ratio(self) -> float:
+        """Tokens over those that no decision merges or drops, executed or not; 1 without gates."""
+        return 1.0 if self.decided is None else 1.0 / float(self.decided.mean())
 
 
 @contextmanager
@@ -83,8 +90,9 @@ def score_text(
             scored = (targets != IGNORED).any(-1)
             found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:
-                held = held_fraction(trace.stacked_alpha(), delay=compression.delay).transpose(0, 1)  # [B, L, H]
-                found = torch.cat([found, held.flatten(1).double()], dim=1)
+                alpha = trace.stacked_alpha()
+                shares = torch.stack([held_fraction(alpha, delay=delay) for delay in (compression.delay, 0)])
+                found = torch.cat([found, shares.movedim(2, 0).flatten(1).double()], dim=1)
             if scores is None:
                 scores = torch.zeros(sum(sizes), found.shape[1], dtype=torch.float64)
             if own < len(batches) and sharing.rank % cutting.size == 0:
@@ -95,5 +103,7 @@ def score_text(
     if not scores[:, 1].any():
         raise ValueError(f"no token of {len(scores)} held-out sequences is scored: use more or longer sequences")
     loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0
-    shares = scores[:, 2:].float().mean(0)
-    return TextScore(loss, None if compression is None else shares.view(held.shape[1], held.shape[2]))
+    if compression is None:
+        return TextScore(loss, None)
+    held, decided = scores[:, 2:].float().mean(0).view(2, alpha.shape[0], alpha.shape[2])
+    return TextScore(loss, held, decided)

@@ -19,13 +19,20 @@ def test_plain_values_become_dataclasses():
     assert config.has_gates
 
 
+def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
+    wide = changed(VALID, {"compression.delay": 512, "compression.target_ratio": 8.0})
+    with pytest.raises(ValueError, match=r"every head holds at least 513; .* or compression\.target_counts=decided"):
+        build_config(RunConfig, wide)
+    assert build_config(RunConfig, changed(wide, {"compression.target_counts": "decided"})).target_ratio == 8
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         (
             "compression.delay",
             1024,
-            "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least",
+            "=4 is out of reach: of training.sequence_length=4096 tokens every head holds at least 1025",
         ),
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
         ("trainer", {"tensor_parallel_size": 2}, "size=2 needs trainer.strategy=fsdp2 or hsdp, not auto"),

@@ -5,6 +5,7 @@ import torch
 
 from dmc import Engine, SamplingParams
 from dmc.calibrate import calibrate_offset
+from dmc.compression import GateTrace
 from dmc.measure import score_text
 
 
@@ -44,15 +45,35 @@ def test_achieved_ratio_is_what_the_engine_holds(make_compressed, batches, gates
     score = score_text(model, batches)
     torch.testing.assert_close(score.held.double(), (slots / 40).mean(0), atol=1e-6, rtol=0)
     assert score.achieved_ratio == pytest.approx(len(prompts) * 40 * slots[0].numel() / float(slots.sum()), rel=1e-5)
+    without_delay = slots.new_zeros(slots.shape[1:])
+    for batch in batches:  # token by token: whoever is decided about counts, executed or not
+        trace = GateTrace()
+        with torch.no_grad():
+            model(batch["input_ids"], use_cache=False, gate_trace=trace)
+        for layer, logits in trace.logits.items():
+            for row in logits:
+                for head, numbers in enumerate(row):
+                    without_delay[layer, head] += 1 + sum(not number > 0 for number in numbers[1:])
+    torch.testing.assert_close(score.decided.double(), without_delay / (40 * len(prompts)), atol=1e-6, rtol=0)
+    assert score.decided_ratio == pytest.approx(len(prompts) * 40 * slots[0].numel() / float(without_delay.sum()))
 
 
-@pytest.mark.parametrize("target", [1.2, 1.6, 2.0])
-def test_calibration_meets_the_target_and_changes_no_weight(make_compressed, batches, target):
-    model = make_compressed(gates={"delay": 1})
+@pytest.mark.parametrize(
+    ("gates", "target"),
+    [
+        *(({"delay": 1}, target) for target in (1.2, 1.6, 2.0)),
+        ({"delay": 16, "target_counts": "decided"}, 4.0),  # with 16 of 40 tokens raw no head holds less than 17
+    ],
+)
+def test_calibration_meets_the_target_and_changes_no_weight(make_compressed, batches, gates, target):
+    model = make_compressed(gates=gates)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     found = calibrate_offset(model, batches, target)
-    assert score_text(model, batches).achieved_ratio == pytest.approx(target, rel=0.02)
-    assert found.achieved_ratio == score_text(model, batches).achieved_ratio
+    score = score_text(model, batches)
+    assert found.ratio == (score.decided_ratio if "target_counts" in gates else score.achieved_ratio)
+    assert found.ratio == pytest.approx(target, rel=0.02)
+    assert (found.after.achieved_ratio, found.after.decided_ratio) == (score.achieved_ratio, score.decided_ratio)
+    assert score.achieved_ratio < score.decided_ratio
     assert model.compression.decision_offset == found.offset
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
@@ -63,7 +84,7 @@ def test_unreachable_target_gives_the_nearest(make_compressed, batches):
     highest = score_text(
         model_with_offset(model, -50.0), batches
     ).achieved_ratio  # every token merged but the raw 16 and one slot
-    assert found.achieved_ratio <= highest
+    assert found.ratio == found.after.achieved_ratio <= highest
     assert highest == pytest.approx(40 / 17, rel=1e-6)
 
 

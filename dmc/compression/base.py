@@ -40,7 +40,9 @@ class CompressionConfig:
     gate_input: Literal["neuron", "hidden", "both", "query"] = "neuron"
     """Source of importance and decision. neuron: a borrowed channel of query and key, with no new parameter;
     hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two; query:
-    the decision from a channel of each group's first query, which that query head alone loses, and equal importance."""
+    the decision from a channel of each group's first query, which that query head alone loses, and equal importance.
+    Where keys are normalized, as Qwen3's, what a borrowed channel says is taken from the norm of the others: there
+    hidden, or query with a large `decision_scale`."""
     decided_token: Literal["own", "previous"] = "own"
     """Token that each token's logit decides about: itself, or the token before it (needs a delay)."""
     weighting: Literal["learned", "uniform"] = "learned"
@@ -64,6 +66,10 @@ class CompressionConfig:
     noise: StrictBool = True
     """Whether decisions are sampled in training; False: alpha = sigmoid(logit / temperature), a soft write gate (WG-KV,
     arXiv:2512.17452)."""
+    target_counts: Literal["held", "decided"] = "held"
+    """What the target counts. held: tokens over the entries that a cache holds at the end, the last `delay` tokens
+    included; decided: tokens over those that no decision merges or drops, executed yet or not, as DMS counts its 8x (to
+    which the former tends as a text grows)."""
     target_ratio: StrictFloat = 4.0
     """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
 
@@ -89,8 +95,22 @@ class CompressionConfig:
 
     @property
     def borrows_neuron(self) -> bool:
-        """Whether a channel of query and key carries importance and decision, and is lost to attention."""
-        return self.decisions != "fixed" and self.gate_input in ("neuron", "both")
+        """Whether attention loses a channel, of query and key or, with `gate_input="query"`, of some query heads."""
+        return self.decisions != "fixed" and self.gate_input != "hidden"
+
+    @property
+    def borrows_key_neuron(self) -> bool:
+        """Whether that channel is one of query and key, which carries importance and decision."""
+        return self.borrows_neuron and self.gate_input != "query"
+
+    def share_of_norm(self, head_dim: int) -> float:
+        """Return the share of a normalized key's squared norm in a borrowed channel whose logit has reached 0."""
+        return min(1.0, (self.decision_offset / self.decision_scale) ** 2 / head_dim)
+
+    @property
+    def counted_delay(self) -> int:
+        """Tokens at the end of a sequence that the target counts as held, whatever was decided about them."""
+        return self.delay if self.target_counts == "held" else 0
 
     @property
     def has_adapter(self) -> bool:

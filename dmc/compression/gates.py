@@ -42,18 +42,28 @@ class Compressor:
         self.config = config
         self.head_dim = head_dim
         self.ranks = ranks
-        self.neuron = config.neuron_index % head_dim if config.borrows_neuron else None
+        self.neuron = config.neuron_index % head_dim if config.borrows_key_neuron else None
 
     def neuron_scale(self, multiplier: float, like: Tensor) -> Tensor:
         """Return the vector [D] that scales the borrowed neuron by `multiplier`; all ones where none is borrowed."""
         return neuron_scale(self.head_dim, self.neuron, multiplier, like)
 
-    def without_decision(self, query: Tensor, kv_heads: int) -> Tensor:
-        """Zero the decision channel of each group's first query head, [B, H_q, T, D], with `gate_input="query"`."""
+    def without_decision(self, query: Tensor, kv_heads: int, multiplier: float = 0.0) -> Tensor:
+        """Scale the decision channel of each group's first query head, [B, H_q, T, D], with `gate_input="query"`."""
         if self.config.gate_input != "query":
             return query
-        scale = leader_scale(query.shape[1], self.head_dim, kv_heads, self.config.neuron_index, query)
-        return query * scale[:, None]
+        index = self.config.neuron_index
+        return query * leader_scale(query.shape[1], self.head_dim, kv_heads, index, query, multiplier)[:, None]
+
+    def phase_out(self, query: Tensor, key: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
+        """Scale the borrowed channels of projected queries and keys, [B, T, heads, D], by `multiplier` (eq. 13).
+
+        Before any norm of the heads, for the channel is part of that: 0 is then the same as zeroed rows of the weights.
+        """
+        if self.neuron is not None:
+            scale = self.neuron_scale(multiplier, key)
+            return query * scale, key * scale
+        return self.without_decision(query.transpose(1, 2), key.shape[2], multiplier).transpose(1, 2), key
 
     def gate(
         self,

@@ -14,10 +14,12 @@ def neuron_scale(head_dim: int, neuron_index: int | None, multiplier: float, lik
     return scale
 
 
-def leader_scale(query_heads: int, head_dim: int, kv_heads: int, neuron_index: int, like: Tensor) -> Tensor:
-    """Return ones [H_q, D] with 0 at a channel of each group's first head."""
+def leader_scale(
+    query_heads: int, head_dim: int, kv_heads: int, neuron_index: int, like: Tensor, multiplier: float = 0.0
+) -> Tensor:
+    """Return ones [H_q, D] with `multiplier` at a channel of each group's first head."""
     scale = torch.ones(query_heads, head_dim, dtype=like.dtype, device=like.device)
-    scale[:: query_heads // kv_heads, neuron_index].zero_()
+    scale[:: query_heads // kv_heads, neuron_index].fill_(multiplier)
     return scale
 
 

@@ -80,12 +80,15 @@ class StageConfig:
 
 @checked_dataclass(frozen=True)
 class DistillationConfig:
-    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || model)."""
+    """Logit distillation: loss = (1 - weight) * cross-entropy + weight * temperature^2 * divergence from a teacher."""
 
     weight: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     """Share of the divergence; the rest is cross-entropy."""
     temperature: Annotated[StrictFloat, Field(ge=1e-3, le=1e3)] = 1.0
     """Softens both distributions."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """The divergence. forward: KL(teacher || model), as in most distillation; reverse: KL(model || teacher), as in the
+    code of DMS, which calls it forward."""
     path: str | None = None
     """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
 
@@ -164,6 +167,10 @@ class TrainingConfig:
     """Weight of the compression-ratio loss."""
     ratio_control: RatioControlConfig | None = None
     """Control of the weight by the error, starting at `ratio_weight`; None: constant."""
+    loss_average: Literal["sequence", "token"] = "sequence"
+    """What cross-entropy and divergence are a mean over. sequence: the sequences of a step, each of them the mean over
+    its predicted tokens; token: all predicted tokens of a step, so that a chat counts by the length of its answers. The
+    same where every token is predicted, as in the papers' text."""
     distillation: DistillationConfig | None = None
     """Learn from the logits of a frozen teacher; None: from the text alone."""
     sensitivity_init: SensitivityInitConfig | None = None

@@ -60,12 +60,19 @@ class CompressedAttentionMixin(nn.Module):
         """Normalize projected queries and keys, [B, T, heads, D]; the identity without q_norm and k_norm."""
         return query, key
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE."""
+    def project(self, hidden_states: Tensor, multiplier: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
+
+        Args:
+            hidden_states: input of the layer.
+            multiplier: factor on the borrowed neuron, before the norms (eq. 13); None: 1.
+        """
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(shape)
         key = self.k_proj(hidden_states).view(shape)
         value = self.v_proj(hidden_states).view(shape)
+        if multiplier is not None:
+            query, key = self.compressor.phase_out(query, key, multiplier)
         query, key = self.normalize(query, key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -93,15 +100,16 @@ class CompressedAttentionMixin(nn.Module):
             gate_trace: receives this layer's decisions.
             documents: reset decisions and attention at document starts (parallel form only).
         """
-        query, key, value = self.project(hidden_states)
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
+        multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
+        query, key, value = self.project(hidden_states, multiplier)
         adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
-        elif mode is not None and mode.neuron_multiplier is not None:
-            attended = self.attend_plain(query, key, value, position_embeddings, mode.neuron_multiplier)
+        elif multiplier is not None:
+            attended = self.attend_plain(query, key, value, position_embeddings, multiplier)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -130,11 +138,11 @@ class CompressedAttentionMixin(nn.Module):
     def attend_plain(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], multiplier: float
     ) -> Tensor:
-        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` before and after RoPE (eq. 13).
+        """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` after RoPE as before it (eq. 13).
 
         Args:
-            query: unrotated queries, [B, H_q, T, D].
-            key: unrotated keys, [B, H, T, D].
+            query: unrotated queries of `project` with this multiplier, [B, H_q, T, D].
+            key: unrotated keys, likewise, [B, H, T, D].
             value: values, [B, H, T, D].
             rotary: cos and sin, [B or 1, T, D].
             multiplier: in [0, 1].
@@ -143,7 +151,8 @@ class CompressedAttentionMixin(nn.Module):
         """
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
-        query, key = rotate(query * scale, cos, sin), rotate(key * scale, cos, sin)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query = self.compressor.without_decision(query, key.shape[1], multiplier)
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scaling, enable_gqa=True
         )

@@ -76,6 +76,7 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
         decision_scale=settings.get("dms_alpha_scale", 100.0),
         decision_offset=settings.get("dms_initial_alpha_offset", 5.0),
         temperature=settings.get("dms_tau", 0.1),
+        target_counts="decided",
         target_ratio=settings.get("dms_cr") or 1.0,
     )
     for key in (*settings, "auto_map"):

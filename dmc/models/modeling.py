@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -137,14 +138,21 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         return cos * scale, sin * scale * scale.roll(len(scale) // 2)
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any."""
-        if not self.compression.borrows_neuron:
+        """Yield the weights (and biases) of W_q and W_k with the rows that produce the borrowed neuron, if any.
+
+        With `gate_input="query"` those of W_q alone, in the first head of each group.
+        """
+        compression = self.compression
+        if not compression.borrows_neuron:
             return
         for layer in self.model.layers:
             attention = layer.self_attn
-            for projection in (attention.q_proj, attention.k_proj):
+            projections, every = (attention.q_proj, attention.k_proj), attention.head_dim
+            if not compression.borrows_key_neuron:
+                projections, every = (attention.q_proj,), attention.head_dim * attention.num_key_value_groups
+            for projection in projections:
                 for parameter in projection.parameters():
-                    yield parameter, slice(attention.compressor.neuron, None, attention.head_dim)
+                    yield parameter, slice(compression.neuron_index % attention.head_dim, None, every)
 
     def adapters(self) -> list[GateAdapter]:
         """Return the layers' adapters; empty where the gates read the borrowed neuron alone."""
@@ -371,6 +379,15 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
+    has_norms = model_class.attention_class.normalize is not CompressedAttentionMixin.normalize
+    if has_norms and compression.borrows_key_neuron:
+        share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
+        warnings.warn(
+            f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
+            f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
+            "compression=dms_query next to nothing",
+            stacklevel=2,
+        )
     adapters = {
         name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
         for name, value in compressed.state_dict().items()

@@ -8,9 +8,10 @@ two.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ IGNORED = -100
 """Target of a token that is not to be predicted, as in transformers."""
 CHUNK_ELEMENTS = 2**24
 """Logits computed at a time: 64 MiB in float32."""
+Direction = Literal["forward", "reverse"]
+"""Of a divergence. forward: KL(teacher || student), the mean under the teacher; reverse: KL(student || teacher)."""
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Taught:
     """The teacher's output projection, [vocab, hidden of the teacher]."""
     temperature: float = 1.0
     """Softens both distributions."""
+    direction: Direction = "forward"
+    """Which of the two the divergence is a mean under."""
 
 
 @dataclass
@@ -43,7 +48,8 @@ class TokenLosses(ModelOutput):
     cross_entropy: Tensor | None = None
     """Cross-entropy of each token in nats, float32, [B, T]; 0 where nothing is to be predicted."""
     divergence: Tensor | None = None
-    """t^2 * KL(softmax(teacher / t) || softmax(student / t)), nats, [B, T]; 0 where nothing is to be predicted."""
+    """t^2 * KL(softmax(teacher / t) || softmax(student / t)), or the reverse, nats, [B, T]; 0 where nothing is to be
+    predicted."""
     last_hidden_state: Tensor | None = None
     """Last hidden states, normalized, [B, T, hidden]."""
 
@@ -69,10 +75,39 @@ def sequence_means(losses: Tensor, targets: Tensor, loss_mask: Tensor | None = N
         targets: see `next_tokens`.
         loss_mask: the mask that `targets` were made with; numbers in it are the tokens' weights.
     """
+    counts = _counts(losses, targets, loss_mask)
+    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
+
+
+def token_mean(
+    losses: Tensor, targets: Tensor, loss_mask: Tensor | None = None, num_predicted: Tensor | None = None
+) -> Tensor:
+    """Sum losses over the predicted tokens, and divide by a number of these; 0 where there are none.
+
+    With the mean number of a micro-batch in place of the own one, the mean of these over micro-batches and ranks is the
+    mean over all predicted tokens of the step, however its batch is divided.
+
+    Args:
+        losses: loss of each position, [B, T].
+        targets: see `next_tokens`.
+        loss_mask: as in `sequence_means`.
+        num_predicted: a scalar, in which weighted tokens count by their weight; None: the own number.
+    """
+    counts = _counts(losses, targets, loss_mask)
+    number = counts.sum() if num_predicted is None else num_predicted.to(losses.dtype)
+    return (losses * counts).sum() / torch.where(number > 0, number, 1)
+
+
+def num_predicted(loss_mask: Tensor) -> Tensor:
+    """Count the predicted tokens of sequences by their mask or weights, [..., T] -> float64 scalar."""
+    return loss_mask[..., 1:].double().sum()
+
+
+def _counts(losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> Tensor:
     counts = (targets != IGNORED).to(losses.dtype)
     if loss_mask is not None and loss_mask.is_floating_point():
         counts = counts * F.pad(loss_mask[:, 1:], (0, 1))
-    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
+    return counts
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -83,6 +118,7 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, taught: Taught | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.taught, temperature = taught, 1.0 if taught is None else taught.temperature
+        is_reverse = taught is not None and taught.direction == "reverse"
         whole = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
         found, softened, teacher, cross = torch.zeros_like(whole), whole, whole, torch.zeros_like(whole)
         for words, logits, theirs in _chunks(hidden, weight, taught):
@@ -90,20 +126,25 @@ class _ChunkedLosses(torch.autograd.Function):
             found = found + logits.gather(1, place).squeeze(1) * inside
             whole = torch.logaddexp(whole, logits.logsumexp(1))
             if theirs is not None:
-                # Running mean of the difference under the part of the teacher's distribution that has been seen.
-                seen = torch.logaddexp(teacher, theirs.logsumexp(1))
-                cross = cross * (teacher - seen).exp()
-                teacher, softly = seen, logits.div_(temperature)
+                # Running mean of the difference under the part of one distribution that has been seen.
+                softly = logits.div_(temperature)
+                before = softened if is_reverse else teacher
+                teacher = torch.logaddexp(teacher, theirs.logsumexp(1))
                 softened = torch.logaddexp(softened, softly.logsumexp(1))
-                cross += ((theirs - softly) * (theirs - teacher[:, None]).exp()).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, whole, softened, teacher)
-        divergence = None if taught is None else temperature**2 * (cross - teacher + softened)
-        return whole - found, divergence
+                under, seen = (softly, softened) if is_reverse else (theirs, teacher)
+                cross = cross * (before - seen).exp()
+                cross += ((theirs - softly) * (under - seen[:, None]).exp()).sum(1)
+        divergence = None
+        if taught is not None:
+            divergence = cross - teacher + softened  # the mean of log(teacher / student)
+            divergence = -divergence if is_reverse else divergence
+        ctx.save_for_backward(hidden, weight, targets, whole, softened, teacher, divergence)
+        return whole - found, None if divergence is None else temperature**2 * divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, whole, softened, teacher = ctx.saved_tensors
+        hidden, weight, targets, whole, softened, teacher, divergence = ctx.saved_tensors
         taught = ctx.taught
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
@@ -112,10 +153,14 @@ class _ChunkedLosses(torch.autograd.Function):
             inside, place = _placed(targets, words)
             difference = None
             if theirs is not None and by_divergence is not None:
-                temperature = taught.temperature
-                difference = (logits / temperature).sub_(softened[:, None]).exp_()
-                difference -= theirs.sub_(teacher[:, None]).exp_()
-                difference *= (temperature * by_divergence)[:, None]
+                difference = (logits / taught.temperature).sub_(softened[:, None])
+                theirs.sub_(teacher[:, None])
+                if taught.direction == "reverse":  # q (log q - log p - KL)
+                    theirs = difference - theirs.add_(divergence[:, None])
+                    difference.exp_().mul_(theirs)
+                else:  # q - p
+                    difference.exp_().sub_(theirs.exp_())
+                difference *= (taught.temperature * by_divergence)[:, None]
             gradient = logits.sub_(whole[:, None]).exp_().mul_(by_entropy[:, None])
             gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
             if difference is not None:
@@ -180,7 +225,7 @@ class LossHead(nn.Linear):
         states = hidden_states.flatten(0, 1).to(torch.get_autocast_dtype(device) if computes else hidden_states.dtype)
         if taught is not None:
             theirs = taught.hidden_states.flatten(0, 1).to(states.dtype)
-            taught = Taught(theirs, taught.weight, taught.temperature)
+            taught = dataclasses.replace(taught, hidden_states=theirs)
         with torch.autocast(device, enabled=False):
             losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught)
         ignored = targets == IGNORED

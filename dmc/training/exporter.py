@@ -17,7 +17,7 @@ from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
 from dmc.config import RunConfig, TrainingConfig, build_config
 from dmc.export import ModelCard, describe, export
-from dmc.measure import score_text
+from dmc.measure import TextScore, score_text
 from dmc.models import CompressedCausalLM
 from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
@@ -87,19 +87,20 @@ class Exporter(AfterStep):
                 metrics |= {
                     "decision_offset_before_calibration": found.offset_before,
                     "decision_offset": found.offset,
-                    "achieved_ratio_before_calibration": found.ratio_before,
-                    "achieved_ratio_on_calibration_text": found.achieved_ratio,
+                    **_ratios(found.before, suffix="_before_calibration"),
+                    **_ratios(found.after, suffix="_on_calibration_text"),
                 }
-                if abs(found.achieved_ratio / target_ratio - 1) > RATIO_TOLERANCE:
+                if abs(found.ratio / target_ratio - 1) > RATIO_TOLERANCE:
                     logger.warning(
-                        "%s: calibration reached CR %.2f, not %g: train longer, or with a larger training.ratio_weight",
-                        folder, found.achieved_ratio, target_ratio,
+                        "%s: calibration reached CR %.2f held at the end, %.2f decided, not %g %s: train longer, or "
+                        "with a larger training.ratio_weight",
+                        folder, found.after.achieved_ratio, found.after.decided_ratio, target_ratio, found.counts,
                     )  # fmt: skip
         score = score_text(model, self.data.held_out("validation"), "validate", ranks)
-        metrics |= {"validation_loss_nats_per_token": score.loss, "achieved_ratio": score.achieved_ratio}
+        metrics |= {"validation_loss_nats_per_token": score.loss, **_ratios(score)}
         if self.config.data.test is not None:
             score = score_text(model, self.data.held_out("test"), "test", ranks)
-            metrics |= {"test_loss_nats_per_token": score.loss, "test_achieved_ratio": score.achieved_ratio}
+            metrics |= {"test_loss_nats_per_token": score.loss, **_ratios(score, "test_")}
         base = self.config.model.path or f"fresh {(self.config.model.fresh or {}).get('model_type')}"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())
         title = Path(base).name
@@ -136,6 +137,13 @@ class Exporter(AfterStep):
                 self.strategy.write_weights(model, partial)
                 on_every_rank(lambda: describe_whole(partial), writers)
             on_every_rank(stack.close, writers)
+
+
+def _ratios(score: TextScore, prefix: str = "", suffix: str = "") -> dict[str, float]:
+    return {
+        f"{prefix}achieved_ratio{suffix}": score.achieved_ratio,
+        f"{prefix}decided_ratio{suffix}": score.decided_ratio,
+    }
 
 
 def check_device(device: str) -> None:

@@ -16,7 +16,7 @@ from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
-from dmc.models.token_losses import Taught
+from dmc.models.token_losses import Direction, Taught, token_mean
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG
@@ -52,18 +52,19 @@ class Teacher:
         model: stock or compressed causal LM, in any mode.
         path: folder or hub name of its weights.
         temperature: softens its distributions and the student's.
+        direction: which of the two distributions the divergence is a mean under.
     """
 
-    def __init__(self, model: Any, path: str, temperature: float) -> None:
+    def __init__(self, model: Any, path: str, temperature: float, direction: Direction = "forward") -> None:
         self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
-        self.path, self.temperature = path, temperature
+        self.path, self.temperature, self.direction = path, temperature, direction
 
     def read(self, input_ids: Tensor) -> Taught:
         """Run the model on tokens, [B, T]; the student's loss computes the logits."""
         with torch.no_grad():
             states = self.model(input_ids, use_cache=False, skip_logits=True).last_hidden_state
         # FSDP2 leaves the weights outside the layers gathered after a forward.
-        return Taught(states, self.model.lm_head.weight, self.temperature)
+        return Taught(states, self.model.lm_head.weight, self.temperature, self.direction)
 
 
 class RetrofitModule(LightningModule):
@@ -162,6 +163,12 @@ class RetrofitModule(LightningModule):
         starts = batch.pop("document_starts", None)
         return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
 
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        """Average the number of predicted tokens over the ranks, on the device and without waiting for it."""
+        if "num_predicted" in batch:
+            batch["num_predicted"] = Ranks.all().averaged(batch["num_predicted"])
+        return batch
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, see `loss_at`."""
         return self.loss_at(self.global_step, batch)
@@ -172,14 +179,14 @@ class RetrofitModule(LightningModule):
         Args:
             step: number of optimizer steps before it.
             batch: result of `on_before_batch_transfer`: input_ids [B, T], global positions as B numbers, documents,
-                and, if given, loss_mask [B, T].
+                and, if given, loss_mask [B, T] and num_predicted, see `token_mean`.
         """
         state = self.plan.at(step)
-        input_ids, mask = batch["input_ids"], batch.get("loss_mask")
-        targets = next_tokens(input_ids, mask)
+        input_ids = batch["input_ids"]
+        targets = next_tokens(input_ids, batch.get("loss_mask"))
         if not self.has_gates:
             losses = self.model(input_ids, use_cache=False, targets=targets)
-            loss = sequence_means(losses.cross_entropy, targets, mask).mean()
+            loss = self._average(losses.cross_entropy, targets, batch)
             self.micro_batch_metrics.append({"train/loss": loss.detach()})
             return loss
         trace = GateTrace(ranks=self.ranks)
@@ -192,10 +199,10 @@ class RetrofitModule(LightningModule):
             targets=targets,
             taught=None if self.teacher is None else self.teacher.read(input_ids),
         )
-        loss = sequence_means(losses.cross_entropy, targets, mask).mean()
+        loss = self._average(losses.cross_entropy, targets, batch)
         metrics = {"train/loss": loss.detach()}
         if losses.divergence is not None and self.config.training.distillation is not None:
-            taught = sequence_means(losses.divergence, targets, mask).mean()
+            taught = self._average(losses.divergence, targets, batch)
             share = self.config.training.distillation.weight
             metrics |= {"train/distillation_loss": taught.detach()}
             loss = (1 - share) * loss + share * taught
@@ -224,6 +231,12 @@ class RetrofitModule(LightningModule):
         """Add the model's configuration, so that the checkpoint can be exported without the base."""
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
 
+    def _average(self, losses: Tensor, targets: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Average the losses of a micro-batch, [B, T], so that the mean over micro-batches and ranks is the step's."""
+        if self.config.training.loss_average == "token":
+            return token_mean(losses, targets, batch.get("loss_mask"), batch.get("num_predicted"))
+        return sequence_means(losses, targets, batch.get("loss_mask")).mean()
+
     def _gate_mode(self, state: StepState, positions: list[int]) -> GateMode:
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
@@ -231,21 +244,28 @@ class RetrofitModule(LightningModule):
         return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
 
     def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the ratio loss, and the shares held by the noisy and by the thresholded decisions."""
+        """Return the ratio loss and shares of the tokens.
+
+        Those are what the target counts under the noisy decisions, and, under thresholded ones, what is held at the end
+        and what is decided to be.
+        """
         compression, training = self.model.compression, self.config.training
         alpha = trace.stacked_alpha()
         loss = compression_loss(
             alpha,
             state.target_ratio,
             soft=training.soft_ratio_loss,
-            delay=compression.delay,
+            delay=compression.counted_delay,
             prior=training.ratio_prior,
         )
         with torch.no_grad():
-            logits = trace.stacked_logits()
-            noisy = held_fraction((alpha > 0.5).float(), delay=compression.delay).mean()
-            thresholded = held_fraction(hard_decisions(logits).float(), delay=compression.delay).mean()
-        return loss, {"relaxed_cache_fraction": noisy, "hard_cache_fraction": thresholded}
+            hard = hard_decisions(trace.stacked_logits()).float()
+            shares = {
+                "relaxed_cache_fraction": held_fraction((alpha > 0.5).float(), delay=compression.counted_delay).mean(),
+                "hard_cache_fraction": held_fraction(hard, delay=compression.delay).mean(),
+                "decided_fraction": held_fraction(hard).mean(),
+            }
+        return loss, shares
 
     def configure_optimizers(self) -> Any:
         """Make AdamW with decay on matrices only; the learning rate is the plan's."""

@@ -89,7 +89,9 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
     warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
-    warnings.filterwarnings("ignore", message=".*overridden `on_before_batch_transfer`.*")
+    warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
+    if not is_rank_zero():
+        warnings.filterwarnings("ignore", message=".*normalizes its keys.*")  # one line, not one of each rank
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -186,8 +188,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     data = TextData(config, tokenizer, plan.total_steps)
     module = RetrofitModule(model, config, plan, strategy)
     if config.distillation is not None:
-        path = config.distillation.path or str(config.model.path)
-        module.teacher = Teacher(strategy.load(path, is_teacher=True), path, config.distillation.temperature)
+        settings = config.distillation
+        path = settings.path or str(config.model.path)
+        teacher = strategy.load(path, is_teacher=True)
+        module.teacher = Teacher(teacher, path, settings.temperature, settings.direction)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model)

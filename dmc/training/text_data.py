@@ -35,6 +35,7 @@ from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
 from dmc.target import build_target, build_targets
 from dmc.training.callbacks.preemption import leave_signals_to_parent
+from dmc.training.counted_steps import CountedSteps
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
@@ -150,8 +151,14 @@ class TextData(LightningDataModule):
             write_report(reports, Path(self.config.output_dir))
             logger.info("Text of the run:\n%s", format_report(reports))
 
-    def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader:
+    def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader | CountedSteps:
         """Start at the sample after the last one that an optimizer step has consumed."""
+        loader, trainer = self._micro_batches(), self.trainer
+        if trainer is not None and self.config.training.loss_average == "token":
+            return CountedSteps(loader, trainer.accumulate_grad_batches)
+        return loader
+
+    def _micro_batches(self) -> DataLoader[dict[str, Any]] | StreamLoader:
         training, trainer = self.config.training, self.trainer
         assert trainer is not None
         cuts = self.config.trainer.tensor_parallel_size  # ranks that share each layer read the same text

@@ -2,6 +2,7 @@ import copy
 import importlib
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -270,18 +271,53 @@ def test_trace_agrees_with_the_decisions_of_the_oracle(make_stock, make_gates, m
     assert torch.equal(trace.stacked_alpha()[:, 0].long(), run.decisions)
 
 
+BORROWING = [{}, {"gate_input": "both", "neuron_index": 3}]
+BORROWING += [
+    {"gate_input": "query", "action": "drop", "delay": 4, "decision_scale": 100.0, "neuron_index": index}
+    for index in (-1, 3)
+]
+
+
+@pytest.mark.parametrize("gates", BORROWING, ids=name_of)
+@pytest.mark.parametrize("strength", [1.0, 5.0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zero_out_fades_from_the_stock_model_to_the_closed_one(family, make_stock, make_prompts):
-    stock, tokens = make_stock(family), make_prompts(20)[0]
+def test_zero_out_fades_from_the_stock_model_to_zeroed_rows(family, strength, gates, make_stock, make_prompts):
+    model, tokens = (
+        retrofit(make_stock(family), CompressionConfig(decision_offset=CLOSED, **gates)),
+        make_prompts(20)[0],
+    )
+    rows, stock = [*model.neuron_rows()], make_stock(family)
+    for parameter, each in rows:
+        parameter.data[each] *= strength
+    stock.load_state_dict({name: value for name, value in model.state_dict().items() if "gate_adapter" not in name})
     expected = parallel_log_probs(stock, tokens)
-    model = retrofit(copy.deepcopy(stock), CompressionConfig(decision_offset=CLOSED)).train()
+    model.train()
     faded = {
         multiplier: parallel_log_probs(model, tokens, gate_mode=GateMode(neuron_multiplier=multiplier))
         for multiplier in (1.0, 0.5, 0.0)
     }
     assert difference(faded[1.0], expected) < TOLERANCE
-    assert difference(faded[0.0], parallel_log_probs(model.eval(), tokens)) < TOLERANCE
     assert difference(faded[0.5], expected) > 10 * TOLERANCE
+    for parameter, each in rows:
+        assert parameter.data[each].any()
+        parameter.data[each] = 0.0
+    for mode in (GateMode(neuron_multiplier=0.0), GateMode()):
+        got = parallel_log_probs(model, tokens, gate_mode=mode)
+        assert difference(got, faded[0.0]) < TOLERANCE / 10, mode
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_borrowed_key_neuron_behind_a_norm_is_warned_of_with_its_cost(family, make_stock):
+    stock = make_stock(family)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        retrofit(stock, CompressionConfig(decision_offset=2.0))
+        for gates in ({"gate_input": "hidden"}, BORROWING[2], FIXED[0]):
+            retrofit(make_stock(family), CompressionConfig(**gates))
+    told = [str(each.message) for each in caught if "normalizes its keys" in str(each.message)]
+    assert len(told) == (family == "qwen3")
+    for each in told:  # (2 / 1)^2 of 16 channels whose squares have the mean 1
+        assert "loses 25% of its key's squared norm" in each
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,12 +10,13 @@ from dmc.models.token_losses import LossHead, Taught
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def plain_losses(logits, targets, teacher=None, temperature=1.0):
+def plain_losses(logits, targets, teacher=None, temperature=1.0, direction="forward"):
     """Naive: cross-entropy and divergence of each token from logits in one piece."""
     entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     if teacher is None:
         return entropy, None
     p, q = ((each / temperature).log_softmax(-1) for each in (teacher, logits))
+    p, q = (p, q) if direction == "forward" else (q, p)
     return entropy, (temperature**2 * (p.exp() * (p - q)).sum(-1)).masked_fill(targets == -100, 0)
 
 
@@ -24,9 +25,12 @@ def loss_of(entropy, divergence, targets):
     return loss if divergence is None else 0.25 * loss + 0.75 * sequence_means(divergence, targets).mean()
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("temperature", "direction"),
+    [(None, "forward"), (1.0, "forward"), (2.5, "forward"), (1.0, "reverse"), (2.5, "reverse")],
+)
 @pytest.mark.parametrize("dtype", NEAR)
-def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temperature):
+def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temperature, direction):
     monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 1)  # 256 words at a time: the last chunk is not full
     generator = torch.Generator().manual_seed(0)
     hidden, theirs = (torch.randn(3, 7, size, dtype=dtype, generator=generator) for size in (10, 6))
@@ -41,9 +45,10 @@ def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temp
         states, head.weight.grad = hidden.clone().requires_grad_(), None
         if whole:
             teacher = None if temperature is None else theirs @ weight.T
-            losses = plain_losses(head(states), targets, teacher, temperature)
+            losses = plain_losses(head(states), targets, teacher, temperature, direction)
         else:
-            losses = head(states, targets, None if temperature is None else Taught(theirs, weight, temperature))
+            taught = None if temperature is None else Taught(theirs, weight, temperature, direction)
+            losses = head(states, targets, taught)
         loss_of(*losses, targets).backward()
         found.append([losses[0].detach(), states.grad, head.weight.grad])
         found[-1] += [] if temperature is None else [losses[1].detach()]
@@ -63,10 +68,27 @@ def test_a_mask_of_numbers_says_how_much_each_token_counts():
     assert torch.equal(sequence_means(losses, targets, mask), sequence_means(losses, targets))
 
 
-def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing():
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_gradients_of_the_divergence_are_those_of_finite_differences(monkeypatch, direction):
+    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(2)
+    sizes = ((1, 3, 4), (300, 4), (1, 3, 2), (300, 2))
+    hidden, weight, theirs, other = (torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes)
+    head, targets = LossHead(4, 300, bias=False, dtype=torch.float64), torch.tensor([[7, 280, 0]])
+
+    def losses(hidden, weight):
+        return torch.func.functional_call(
+            head, {"weight": weight}, (hidden, targets, Taught(theirs, other, 1.7, direction))
+        )
+
+    torch.autograd.gradcheck(losses, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing(direction):
     hidden, ids = torch.randn(2, 9, 8), torch.randint(500, (2, 9))
     head = LossHead(8, 500, bias=False)
-    _, divergence = head(hidden, next_tokens(ids), Taught(hidden.clone(), head.weight.detach().clone(), 3.0))
+    _, divergence = head(hidden, next_tokens(ids), Taught(hidden.clone(), head.weight.detach().clone(), 3.0, direction))
     assert divergence.abs().max() < 1e-6
 
 
@@ -130,7 +152,7 @@ def test_autocast_computes_in_its_dtype_as_whole_logits_do(make_stock):
     [(torch.float32, False, 1024), (torch.float32, True, 1024), (torch.bfloat16, False, 4096)],
     ids=["float32", "bf16-mixed", "bf16-shards"],
 )
-@pytest.mark.parametrize("distils", [False, True])
+@pytest.mark.parametrize("distils", [None, "forward", "reverse"])
 def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype, autocast, width):
     """The gradient of the weight, which both make, is counted in both."""
     length, words = 4096, 128 * 1024
@@ -154,7 +176,7 @@ def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype,
                             p, q = (each.float().log_softmax(-1).flatten(0, 1) for each in (taught, logits))
                             loss = loss + F.kl_div(q, p, reduction="batchmean", log_target=True)
                     else:
-                        taught = Taught(theirs, weight) if distils else None
+                        taught = Taught(theirs, weight, direction=distils) if distils else None
                         loss = loss_of(*head(hidden, targets, taught), targets)
                 loss.backward()
             found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

@@ -28,10 +28,11 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("gate_input", ["neuron", "both"])
+@pytest.mark.parametrize("gate_input", ["neuron", "both", "query"])
 def test_gates_alone_are_trained_on_the_device_that_gradients_are_on(make_stock, gate_input):
     model = retrofit(make_stock("qwen2"), CompressionConfig(gate_input=gate_input))
     train_gates_only(model)
+    assert [*model.neuron_rows()]
     for parameter, rows in model.neuron_rows():
         parameter.grad = torch.ones_like(parameter)
         keep_rows(parameter, rows)

@@ -16,6 +16,7 @@ from dmc.training import train
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import read_tensors
 from dmc.training.checkpoints.saving import remove, saved_checkpoints
+from dmc.training.counted_steps import CountedSteps
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
 
@@ -40,11 +41,9 @@ def recipe(run_values, base):
     return run_values
 
 
-def trained(values, folder: Path) -> Path:
-    return train(build_config(RunConfig, dict(values, output_dir=str(folder)))).folder
-
-
-def test_of_prompts_and_completions_only_the_completions_are_learned(run_values, tmp_path):
+@pytest.fixture
+def chats(run_values, tmp_path):
+    """Let a run learn the completions of prompts, of different lengths; return their source and the tokenizer."""
     rows = [{"question": f"what is {i} and {i}? ", "answer": f"{i} and {i} is {i + i}." * (i % 4)} for i in range(99)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = train_tokenizer([row["question"] + row["answer"] for row in rows], 300, str(tmp_path / "tokenizer"))
@@ -52,9 +51,34 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
     source |= {"prompt": "question", "completion": "answer"}
     run_values["data"] |= {"train": {"rows": source}, "tokenizer": {"path": str(tmp_path / "tokenizer")}}
     run_values["data"]["cache_folder"] = str(tmp_path / "cache")
-    run_values["training"] |= {"stages": {"pretrain": {"steps": 1}}}
-    config = build_config(RunConfig, run_values | {"compression": None})
-    loss = logged(train(config).folder, "train/loss")[0]
+    return source, tokenizer
+
+
+def trained(values, folder: Path) -> Path:
+    return train(build_config(RunConfig, dict(values, output_dir=str(folder)))).folder
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+def test_of_prompts_and_completions_only_the_completions_are_learned(run_values, chats, tmp_path, average):
+    source, tokenizer = chats
+    run_values["training"] |= {"stages": {"pretrain": {"steps": 2}}, "loss_average": average}
+    run_values["model"]["fresh"]["initializer_range"] = 0.5
+    run_values["compression"] = None
+    config = build_config(RunConfig, run_values)
+    divided = [trained(run_values, tmp_path / "as it is")]
+    for size in (1, 4):
+        run_values["training"]["micro_batch_size"] = size
+        divided.append(trained(run_values, tmp_path / str(size)))
+    run_values["training"]["micro_batch_size"] = 1
+    run_values |= {"trainer": run_values["trainer"] | {"devices": 2}, "output_dir": str(tmp_path / "ranks")}
+    train_ranks(run_values, 2, tmp_path / "log")
+    divided.append(tmp_path / "ranks")
+    losses = [logged(folder, "train/loss") for folder in divided]
+    weights = [load_model(folder / "final").state_dict() for folder in divided]
+    for other, values in zip(losses[1:], weights[1:], strict=True):  # however the batch of 4 is divided
+        assert sorted(other) == [0, 1] and other == pytest.approx(losses[0], rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, weights[0][name], atol=2e-5, rtol=0)
 
     packed = build_packed(
         TextSource(**{key: source[key] for key in source if key != "_target_"}),
@@ -67,11 +91,40 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
     items = [packed[order.index_at(position)] for position in range(4)]
     assert len({int(item["loss_mask"].sum()) for item in items}) > 1
     model = fresh_model(config.model, len(tokenizer), config.seed)
-    means = []
+    found = []
     for item in items:
         ids, learned = item["input_ids"], item["loss_mask"][1:]
-        means.append(torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1][learned], ids[1:][learned]))
-    assert loss == pytest.approx(float(torch.stack(means).mean().detach()), rel=1e-5)
+        logits = model(ids[None]).logits[0, :-1][learned].detach()
+        found.append(torch.nn.functional.cross_entropy(logits, ids[1:][learned], reduction="none"))
+    by_sequence, by_token = torch.stack([each.mean() for each in found]).mean(), torch.cat(found).mean()
+    assert abs(by_sequence - by_token) > 1e-2
+    assert losses[0][0] == pytest.approx(float(by_token if average == "token" else by_sequence), rel=1e-5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_that_averages_over_tokens_goes_on_at_the_step_that_it_left(run_values, chats, tmp_path, streaming):
+    run_values["data"] |= {"streaming": streaming, "stream_shards": 2}
+    run_values["training"] |= {"loss_average": "token", "checkpoint_every_steps": 5, "micro_batch_size": 1}
+    whole, resumed = trained(run_values, tmp_path / "whole"), trained(run_values, tmp_path / "resumed")
+    for path in (saved_checkpoints(resumed / "checkpoints")[0], resumed / "final"):
+        remove(path)
+    trained(run_values, resumed)
+    assert logged_losses(whole) == logged_losses(resumed)
+    assert json.loads((resumed / "starts.jsonl").read_text().splitlines()[1])["step"] == 5
+
+
+def test_a_step_is_counted_before_its_first_micro_batch_and_no_later_one_is_read():
+    read = []
+
+    def micro_batches():
+        for number in range(5):
+            read.append(number)
+            mask = torch.tensor([[1.0, 0.5 * number, 9.0], [1.0, 1.0, 0.0]])
+            yield {"loss_mask": mask, "number": number}
+
+    counted = iter(CountedSteps(micro_batches(), 2))
+    assert [float(next(counted)["num_predicted"]) for _ in range(2)] == [10.25, 10.25] and read == [0, 1]
+    assert float(next(counted)["num_predicted"]) == 11.25 and read == [0, 1, 2, 3]
 
 
 def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):

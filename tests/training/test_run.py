@@ -6,6 +6,7 @@ import torch
 from launching import Ranks, count_scored, logged_losses, note_positions
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from dmc.compression import GateMode, GateTrace
 from dmc.config import RunConfig, build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
@@ -199,6 +200,32 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     module.train()
     split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
     torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("counts", ["held", "decided"])
+def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts):
+    run_values["compression"] |= {"delay": 5, "target_counts": counts, "decision_offset": 0.0}
+    run_values["training"] |= {"soft_ratio_loss": True}
+    module, (batch, *_) = make_module(run_values)
+    module.loss_at(7, batch)
+    metrics, trace = module.micro_batch_metrics[-1], GateTrace()
+    mode = GateMode(noise_seeds=noise_seeds(0, batch["position"]), fixed_ratio=4.0)
+    module.model(batch["input_ids"], use_cache=False, gate_mode=mode, gate_trace=trace)
+    alpha, hard = trace.stacked_alpha().detach(), (trace.stacked_logits() > 0).float()
+
+    def share(decisions, delay):  # [L, B, H, T] of 32 tokens
+        return 1 - decisions[..., 1 : 32 - delay].sum(-1) / 32
+
+    delay = 5 if counts == "held" else 0
+    loss = sum(max(0.0, float(share(alpha, delay)[:, row].mean()) - 1 / 4) for row in range(2)) / 2
+    assert float(metrics["train/ratio_loss"]) == pytest.approx(loss, rel=1e-5)
+    found = {
+        "relaxed_cache_fraction": share((alpha > 0.5).float(), delay),
+        "hard_cache_fraction": share(hard, 5),
+        "decided_fraction": share(hard, 0),
+    }
+    for name, shares in found.items():
+        assert float(metrics[name]) == pytest.approx(float(shares.mean()), rel=1e-5), name
 
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):

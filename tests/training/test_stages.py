@@ -99,6 +99,13 @@ def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
     assert [ramp.at(step).target_ratio for step in (0, 10, 20)] == [1.0, 2.5, 4.0]
 
 
+@pytest.mark.parametrize("gate_input", ["neuron", "both", "query", "hidden"])
+def test_every_channel_that_attention_loses_is_phased_out(gate_input):
+    training = TrainingConfig(stages={"zero_out": StageConfig(steps=10), "retrofit": StageConfig(steps=5)})
+    plan = Plan(training, 4.0, CompressionConfig(gate_input=gate_input))
+    assert [name for name, _ in plan.lengths()] == ["zero_out", "retrofit"][gate_input == "hidden" :]
+
+
 LONG = {"sequence_length": 1000, "batch_size": 7}
 
 

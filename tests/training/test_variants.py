@@ -54,6 +54,23 @@ def test_heads_that_decide_as_one_train_and_serve(run_values):
     assert (slots == slots[:, :1]).all()
 
 
+def test_a_target_of_decisions_is_met_beyond_what_the_delay_lets_a_cache_reach(run_values):
+    run_values["compression"] |= {"action": "drop", "delay": 16, "gate_input": "query", "decided_token": "previous"}
+    with pytest.raises(ValueError, match=r"of training\.sequence_length=32 tokens every head holds at least 17"):
+        build_config(RunConfig, run_values)
+    run_values["compression"] |= {"target_counts": "decided", "decision_scale": 20.0}
+    run = train(build_config(RunConfig, run_values))
+    assert sorted(logged(run.folder, "train/neuron_multiplier")) == [0, 1]  # as with a neuron of the key
+    metrics, compression = run.metrics(run.final), load_model(run.final).compression
+    assert (compression.target_counts, compression.target_ratio) == ("decided", 4.0)
+    assert metrics["decided_ratio_on_calibration_text"] == pytest.approx(4.0, rel=0.1)
+    for kind in ("train", "validation"):
+        held, decided = (logged(run.folder, f"{kind}/{name}_ratio") for name in ("achieved", "decided"))
+        assert sorted(held) == sorted(decided) and all(held[step] <= min(decided[step], 32 / 17) for step in held)
+    assert decided[max(decided)] > 1.5
+    assert (served(run.final, 32) >= 17).all()
+
+
 def test_uniform_weights_an_immediate_target_and_heads_pulled_to_one_decision_train(run_values):
     run_values["compression"] |= {"weighting": "uniform", "window_size": None, "neuron_index": 0}
     zero_out, retrofit = (run_values["training"]["stages"][name] for name in ("zero_out", "retrofit"))

@@ -20,9 +20,13 @@ from dmc.training.checkpoints.saving import SaveLast
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
-RATIO_METRICS = {"relaxed_cache_fraction": "train/noisy_ratio", "hard_cache_fraction": "train/achieved_ratio"}
+RATIO_METRICS = {
+    "relaxed_cache_fraction": "train/noisy_ratio",
+    "hard_cache_fraction": "train/achieved_ratio",
+    "decided_fraction": "train/decided_ratio",
+}
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
-SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio")
+SHOWN = (LOSS, "train/target_ratio", "train/achieved_ratio", "train/decided_ratio")
 """Metrics in the progress bar."""
 NONFINITE = "nonfinite"
 """Folder of the batches of skipped steps, in a run's output folder."""
@@ -76,7 +80,8 @@ class RatioControl(Callback):
         """Update the weight after a step; called by all ranks with the same numbers.
 
         Args:
-            held: share of tokens that the relaxed decisions kept, over layers, heads and the whole batch, float64.
+            held: share of tokens that the relaxed decisions kept, as the target counts them, over layers, heads and the
+                whole batch, float64.
             target_ratio: target CR, >= 1.
         """
         if self.settings is None:

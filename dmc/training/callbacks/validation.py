@@ -55,7 +55,8 @@ class Validation(AfterStep):
         if not trainer.is_global_zero:
             return
         step = trainer.global_step
-        metrics = {"validation/loss": score.loss, "validation/achieved_ratio": score.achieved_ratio}
+        ratios = {"achieved_ratio": score.achieved_ratio, "decided_ratio": score.decided_ratio}
+        metrics = {"validation/loss": score.loss, **{f"validation/{name}": ratio for name, ratio in ratios.items()}}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         if score.held is None:
