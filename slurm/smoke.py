@@ -70,6 +70,7 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
     peak = max(values.get("train/peak_memory_gib", 0.0) for values in steps)
     tensors = (memory["total"] - memory.get("context, fragmentation", 0)) / GIB  # what PyTorch's allocator counts too
     of_plan = f"{tensors:.2f} GiB of tensors"
+    planned_checkpoint = plan["disk"]["checkpoint"] if "disk" in plan else plan["checkpoint_bytes"]
     checkpoint = folder / FOLDER_NAME / step_name(saved["step"])
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     hours = None if seconds is None else seconds * plan["steps"] * plan["num_devices"] / 3600
@@ -82,8 +83,8 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
          f"{plan['utilization']:.0%} assumed"),
         (f"peak of a rank, {'allocated' if device['is_gpu'] else 'resident with Python and its libraries'}",
          f"{peak:.2f} GiB" + (f" ({peak / tensors - 1:+.0%})" if device["is_gpu"] else ""), of_plan),
-        ("checkpoint", f"{size / GIB:.2f} GiB in {saved['seconds']:.1f} s", f"{plan['checkpoint_bytes'] / GIB:.2f} GiB"),
-        (f"the whole run, {plan['steps']:,} steps, in GPU-hours", told(hours, "{:,.1f}"),
+        ("checkpoint", f"{size / GIB:.2f} GiB in {saved['seconds']:.1f} s", f"{planned_checkpoint / GIB:.2f} GiB"),
+        (f"the whole run, {plan['steps']:,} steps, in device-hours", told(hours, "{:,.1f}"),
          told(plan["gpu_hours"], "{:,.1f}")),
         ("loss at the first and last step", f"{loss[0]:.3f}, {loss[1]:.3f}", ""),
     ]  # fmt: skip

@@ -341,7 +341,7 @@ def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smo
     assert float(table["seconds per step"][0]) > 0 and float(table["tokens per second"][0].replace(",", "")) > 0
     assert table["peak of a rank, resident with Python and its libraries"][0].endswith(" GiB")
     assert table["MFU"][0] == "peak of CPU not known"
-    assert "the whole run, 800 steps, in GPU-hours" in table
+    assert "the whole run, 800 steps, in device-hours" in table
     assert not (folder / "checkpoints").exists() and not (folder / "final").exists()
 
 
