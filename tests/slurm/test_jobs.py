@@ -350,7 +350,7 @@ def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smo
     [
         ("planner.device_memory_gib=0.001", "plan: error: a rank needs "),
         ("experiment=qwen3_8b_dms9", "settings: "),
-        ("data.validation.text.name=none", "exit code 1, expected 75: "),
+        ("data.validation.text.name=none", "first start, to be stopped: node"),
     ],
 )
 def test_a_smoke_job_that_fails_ends_with_the_reason(smoke, change, reason):
