@@ -19,8 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
-from dmc.earlier_names import SETTINGS, present_name
-
 LISTS = ("tasks", "policies", "budgets", "folders", "batch_sizes", "ratios", "seeds", "only")
 """Settings that are lists in every script that has them."""
 CHOOSING = ("train", "prepare_data")
@@ -203,8 +201,7 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
     """Translate a command line into Hydra's syntax.
 
     `model=DIR` becomes `model.path=DIR`, unless the script chooses `configs/model` and the name is a file there; lists
-    may be without brackets; a stage's new length replaces its old one; settings get their present names. Each value of
-    a sweep is translated.
+    may be without brackets; a stage's new length replaces its old one. Each value of a sweep is translated.
 
     Args:
         name: name of the script's file in `configs`.
@@ -216,9 +213,6 @@ def plain_settings(name: str, arguments: Sequence[str], configs: Path) -> list[s
     found: list[str] = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if (present := present_name(key.lstrip("+~"), SETTINGS)) != key.lstrip("+~"):
-            argument = argument.replace(key.lstrip("+~"), present, 1)
-            key = argument.partition("=")[0]
         if key == "model" and value[:1] not in ("", "{") and not (name in CHOOSING and _is_choice(value, configs)):
             found += ["model=pretrained"] * (name in CHOOSING) + [f"model.path={value}"]
         elif key in LISTS and value[:1] not in ("", "["):

@@ -114,7 +114,7 @@ def is_final(folder: Path) -> bool:
 
 
 def is_of_last_step(metrics: dict[str, Any]) -> bool:
-    """Return whether the metrics are of a run's last step; earlier versions did not record it."""
+    """Return whether the metrics are of a run's last step."""
     return metrics.get("steps", 0) >= metrics.get("planned_steps", 0)
 
 

@@ -63,11 +63,6 @@ def test_a_choice_of_settings_stays_one(name, tmp_path, monkeypatch):
         ("model.path=a,b", "model.path=a,b"),
         ("model={path: a}", "model={path: a}"),
         ("--cfg|job", "--cfg|job"),
-        ("training.measured_start=null", "training.sensitivity_init=null"),
-        (
-            "+training.measured_start.spread=1|training.measured=1",
-            "+training.sensitivity_init.spread=1|training.measured=1",
-        ),
         ("-m|model=a/x,b/x", "-m|model.path=a/x,b/x"),
         ("-m|tasks=piqa,copa", "-m|tasks=[piqa],[copa]"),
         ("--multirun|policies=[],[full]", "--multirun|policies=[],[full]"),

@@ -223,13 +223,3 @@ def test_failed_run_of_a_sweep_is_told_to_the_launcher(tmp_path, capsys):
     said = run_script("train.py", "-m", "compression.target_ratio=0.5", f"output_dir={tmp_path / 'out'}")
     assert said.startswith("error: ") and "target_ratio=0.5" in said and "\n" not in said
     assert "Error executing job with overrides: ['compression.target_ratio=0.5'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("section", "earlier"), [("training", "measured_start"), ("planner", "utilisation")])
-def test_an_earlier_name_in_a_yaml_file_is_refused_for_the_present_one_stands_beside_it(section, earlier):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("train", overrides=[f"+{section}.{earlier}=null"])  # as a user's own file would set it
-    with pytest.raises(
-        ValueError, match=rf"{section}\.{earlier} is now called {section}\.\w+: rename it in your YAML file"
-    ):
-        run_config(settings)

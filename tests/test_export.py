@@ -62,7 +62,7 @@ def link_instead_of_file(folder):
 
 
 def forget_the_record(folder):
-    (folder / "files.json").unlink(missing_ok=True)  # as an earlier version left it
+    (folder / "files.json").unlink(missing_ok=True)
 
 
 def list_no_files(folder):

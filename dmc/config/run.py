@@ -13,7 +13,6 @@ from dmc.compression import CompressionConfig
 from dmc.config.data import DataConfig
 from dmc.config.trainer import TrainerConfig
 from dmc.config.training import DistillationConfig, TrainingConfig
-from dmc.earlier_names import refuse_earlier_settings
 from dmc.settings import Count, Named, build_config, checked_dataclass
 
 
@@ -198,7 +197,6 @@ def run_config(settings: Any) -> RunConfig:
         values: Any = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0]) from error
-    refuse_earlier_settings(values)
     values["compression"] = values.get("compression") or None
     del values["plan"], values["planner"]
     return build_config(RunConfig, values)

@@ -14,7 +14,6 @@ from pydantic import Field, StrictFloat, StrictInt
 from transformers import PretrainedConfig
 
 from dmc.budget import Budget
-from dmc.earlier_names import TASKS, present_name
 from dmc.kernels import BACKENDS
 from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
@@ -316,7 +315,7 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
     known = sorted(path.stem for path in (configs / "task").glob("*.yaml"))
     selections = [path.stem for path in (configs / "evaluation").glob("*.yaml")]
     ours, theirs = list[Any](), list[Any]()
-    for index, entry in enumerate(map(_of_present_name, config.tasks)):
+    for index, entry in enumerate(config.tasks):
         if isinstance(entry, str):
             is_ours = entry in known
             if not is_ours and entry not in selections and difflib.get_close_matches(entry, known, cutoff=0.8):
@@ -348,13 +347,6 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
     for twice in {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tasks: {twice!r} is there twice; give one of them another name")
     return found
-
-
-def _of_present_name(entry: Any) -> Any:
-    """Return an entry of `tasks` with the present name of the file in `configs/task` that it names."""
-    if isinstance(entry, dict) and isinstance(entry.get("like"), str):
-        return entry | {"like": present_name(entry["like"], TASKS)}
-    return present_name(entry, TASKS) if isinstance(entry, str) else entry
 
 
 def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[str, dict[str, Any]]:

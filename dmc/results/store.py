@@ -18,7 +18,6 @@ from typing import Any
 
 import pandas
 
-from dmc.earlier_names import FIELDS, warn_of
 from dmc.json_file import flattened
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 
@@ -46,7 +45,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)  # another process may make it at the same time
         self.path = path
-        self._reported: set[int | str] = set()
+        self._reported: set[int] = set()
 
     def append(self, row: Row) -> None:
         """Append a row atomically, also while other processes append.
@@ -71,22 +70,19 @@ class Store:
             os.close(handle)
 
     def rows(self) -> list[Row]:
-        """Read all rows in the order of writing, each key once; damaged lines are logged and left out.
-
-        Fields of an earlier version get their present names.
-        """
+        """Read all rows in the order of writing, each key once; damaged lines are logged and left out."""
         rows: dict[str, Row] = {}
         content = self.path.read_bytes() if self.path.exists() else b""
         for number, line in enumerate(content.split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
-                row = self._parse(line)
+                row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
             if not is_row(row):
                 if number not in self._reported:
-                    why = "damaged, or of an earlier version: it is left out, its cell runs again"
+                    why = "damaged: it is left out, its cell runs again"
                     logger.warning("%s, line %d is %s", self.path, number, why)
                 self._reported.add(number)
                 continue
@@ -94,21 +90,9 @@ class Store:
             rows[row["key"]] = row
         return list(rows.values())
 
-    def _parse(self, line: bytes) -> Any:
-        """Parse a line, with the present names of its fields."""
-        earlier = {name for name in FIELDS if f'"{name}"'.encode() in line}
-        for name in sorted(earlier - self._reported):
-            warn_of(name, FIELDS, f"{self.path}: ")
-            self._reported.add(name)
-        return json.loads(line, object_pairs_hook=_with_present_names if earlier else None)
-
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
         """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
         return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
-
-
-def _with_present_names(pairs: list[tuple[str, Any]]) -> Row:
-    return {FIELDS.get(name, name): value for name, value in pairs}
 
 
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:

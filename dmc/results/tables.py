@@ -169,7 +169,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def size(line: pandas.Series) -> str:
         over = line["bytes_per_token"] / line["requested_bytes_per_token"]
-        is_missed = over < 1 / SAME_BYTES or over > SAME_BYTES  # earlier versions' rows do not tell what was requested
+        is_missed = over < 1 / SAME_BYTES or over > SAME_BYTES
         return plus(line["bytes_per_token"], None, ",.0f") + (f" ≠ {over - 1:+.1%}" if is_missed else "")
 
     def ratio(line: pandas.Series) -> str:

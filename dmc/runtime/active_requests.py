@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from dmc.runtime.generation import FinishReason, GenerationStats
@@ -43,17 +43,13 @@ class ActiveRequests:
 
     def begin_branches(self, request: Request) -> list[Request]:
         """Return all continuations whose first token comes next, at the end of their prompt."""
-        if request.root is None and request.search is None and len(request.branches) < request.params.n:
+        if request.root is None and len(request.branches) < request.params.n:
             for sequence in self.copies(request.sequence, request.params.n - 1):
-                self.add_branch(request, sequence)
+                generator = new_generator(request.params, self.cache.layout.ranks, len(request.branches))
+                other = self.by_sequence[sequence] = request.branch(sequence, generator, self._tokenizer)
+                if sequence.row is None:
+                    other.stats_before = self.stats(request)
         return [each for each in request.branches if not each.logprobs]
-
-    def add_branch(self, request: Request, sequence: Sequence) -> None:
-        """Begin another continuation of a request."""
-        generator = new_generator(request.params, self.cache.layout.ranks, len(request.branches))
-        other = self.by_sequence[sequence] = request.branch(sequence, generator, self._tokenizer)
-        if sequence.row is None:
-            other.stats_before = self.stats(request)
 
     def copies(self, sequence: Sequence, count: int) -> list[Sequence]:
         """Fork a sequence; a copy for which there is no room shares nothing, and is computed again."""
@@ -64,14 +60,10 @@ class ActiveRequests:
             try:
                 self.scheduler.fork(sequence, copies)
             except BaseException:  # of a pool that cannot grow: nobody would ever end what was copied
-                self.drop(copies)
+                for each in copies:
+                    self.scheduler.forget(each)
                 raise
         return copies
-
-    def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Free sequences that are no request's, or soon not any more."""
-        for each in sequences:
-            self.scheduler.forget(each)
 
     def stats(self, request: Request) -> GenerationStats:
         """Measure the memory of a request's sequence, or return what it had when it last had any."""
@@ -89,12 +81,18 @@ class ActiveRequests:
             self.cache.tally.open_row(sequence.row, sequence.held)
 
     def fail(self, sequence: Sequence, error: Exception, sound: bool = False) -> None:
-        """End a continuation that cannot go on, and all beams of a search with it; `sound`: see `finish`."""
+        """End a continuation that cannot go on; `sound`: see `finish`."""
         request = self.by_sequence[sequence]
-        root = request.root or request
-        root.error = error
-        for each in [request] if request.search is None else root.branches:
-            self.finish(each, "error", sound=sound)
+        (request.root or request).error = error
+        self.finish(request, "error", sound=sound)
+
+    def fail_requests(self, sequences: Collection[Sequence], error: Exception) -> None:
+        """End the requests of a failed pass's sequences, with all of their continuations."""
+        requests = [self.by_sequence[sequence] for sequence in sequences]
+        for root in {id(each.root or each): each.root or each for each in requests}.values():
+            for each in root.branches:
+                if self.by_sequence.get(each.sequence) is each:
+                    self.fail(each.sequence, error)
 
     def abort(self, requests: Collection[Request]) -> None:
         """End what has not ended of requests; their tokens so far become their generations."""

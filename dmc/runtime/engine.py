@@ -18,7 +18,6 @@ from dmc.policies import CachePolicy
 from dmc.runtime.active_requests import ActiveRequests
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.arguments import listed, of_kind, whole_number
-from dmc.runtime.beams import BeamSearch
 from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
@@ -240,8 +239,7 @@ class Engine:
         Returns:
             The new tokens of all requests; empty if the pass fed only parts of prompts, or no request is pending. A
             request that cannot continue (its logits are not finite, its logits processor raises, it outgrows the
-            memory, a pass of it alone fails) ends with its `error` set and without an event. If a pass of several
-            requests fails, each of them is computed again alone.
+            memory, its pass fails) ends with its `error` set and without an event.
         Raises:
             BaseException: an error that is no `Exception`, such as Ctrl-C, or one outside of a pass. All requests have
                 then been aborted and all blocks are free; sessions keep their tokens and are computed again.
@@ -255,8 +253,7 @@ class Engine:
                 return self._next_tokens.after(chunks) if chunks else []
             except Exception as error:
                 logger.warning("a pass of %d requests has failed", len(chunks), exc_info=True)
-                if (guilty := self._scheduler.recover(chunks)) is not None:
-                    self._active.fail(guilty, error)
+                self._active.fail_requests(self._scheduler.recover(chunks), error)
                 return []
         except BaseException:
             self._scheduler.reset()
@@ -407,17 +404,11 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
         sequence = self._sequence(session, None if context is None else self._encode(context))
-        if session is not None and (params.n > 1 or params.beam_width is not None):
-            several = f"n={params.n}" if params.beam_width is None else f"beam_width={params.beam_width}"
-            raise ValueError(f"{several}: a session goes on from one continuation; give n=1 and no beam_width")
+        if session is not None and params.n > 1:
+            raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
         end = None if params.ignore_eos else self.model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
         params = dataclasses.replace(params, stop_token_ids=tuple(each for each in ends if each >= 0))  # -1: none
-        if params.beam_width is not None and params.num_top > self._vocab_size:
-            raise ValueError(
-                f"beam_width={params.beam_width}: the model knows {self._vocab_size} tokens, {len(ends)} of which end "
-                "a continuation; give fewer beams"
-            )
         needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
         request = Request(
             sequence,
@@ -425,7 +416,6 @@ class Engine:
             params=params,
             generator=new_generator(params, self.cache.layout.ranks),
             text_stream=TextStream(self.tokenizer, params.stop) if needs_text else None,
-            search=None if params.beam_width is None else BeamSearch(params),
         )
         self._check_can_start(request)
         return request

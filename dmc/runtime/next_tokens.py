@@ -9,7 +9,6 @@ from types import MappingProxyType
 from torch import Tensor
 
 from dmc.runtime.active_requests import ActiveRequests
-from dmc.runtime.beam_step import extend_beam, rest_beams
 from dmc.runtime.request import Request, TokenEvent
 from dmc.runtime.runner import Runner
 from dmc.runtime.sampling import Sampling, choose_tokens
@@ -82,8 +81,6 @@ class NextTokens:
             cache.note_free(int(num_free))
         events: list[TokenEvent] = []
         for index, (request, (token, logprob, *top)) in enumerate(zip(requests, drawn, strict=False)):
-            if request.outcome is not None:  # another beam of its search has failed
-                continue
             if index in errors or not math.isfinite(logprob):
                 # else it is the model's fault, not the request's
                 is_sound = logits is not None and bool(logits[index].amax().isfinite())
@@ -91,16 +88,12 @@ class NextTokens:
                 continue
             likely = list(zip(map(int, top[::2]), top[1::2], strict=True))
             try:
-                if request.search is not None:
-                    events += extend_beam(self._active, request, likely[: request.params.num_top])
-                    continue
                 events.append(request.accept(int(token), logprob, dict(likely[: request.params.top_logprobs])))
             except Exception as error:  # of its tokenizer
                 self._active.fail(request.sequence, error, sound=True)
                 continue
             if (reason := events[-1].finish_reason) is not None:
                 self._active.finish(request, reason)
-        rest_beams(self._active, requests)
         return events
 
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmc.runtime.beams import BeamSearch
 from dmc.runtime.forced import Forced, of_most_likely
-from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Step
+from dmc.runtime.generation import FinishReason, Generation, GenerationStats
 from dmc.runtime.sampling import History, SamplingParams, next_uniform
 from dmc.runtime.sequence import Sequence
 from dmc.runtime.text_stream import TextStream
@@ -47,8 +46,6 @@ class Request:
     """Source of its draws; None: it is greedy."""
     text_stream: TextStream | None = None
     """Decodes new tokens to text as they come; None: text is made at the end."""
-    search: BeamSearch | None = None
-    """Of a prompt with several beams; its branches are those that go on, the best first."""
     forced: Forced = field(default_factory=lambda: Forced([]))
     """Tokens whose predictions are asked for although they are given: the prompt's, where its probabilities are."""
     logprobs: list[float] = field(default_factory=list)
@@ -87,7 +84,7 @@ class Request:
     def branch(self, sequence: Sequence, generator: torch.Generator | None, tokenizer: Any) -> Request:
         """Begin another continuation of the prompt, with nothing generated yet."""
         stream = None if self.text_stream is None else TextStream(tokenizer, self.params.stop)
-        other = Request(sequence, self.prompt, self.params, generator, stream, self.search, self.forced, root=self)
+        other = Request(sequence, self.prompt, self.params, generator, stream, self.forced, root=self)
         self.alternatives.append(other)
         return other
 
@@ -96,19 +93,6 @@ class Request:
         """The continuation so far."""
         tokens = self.sequence.tokens
         return tokens[len(tokens) - len(self.logprobs) :]
-
-    @property
-    def steps(self) -> list[Step]:
-        """The continuation so far, with what is reported of each token."""
-        tops = self.top_logprobs or [{}] * len(self.logprobs)
-        return list(zip(self.own_tokens, self.logprobs, tops, strict=True))
-
-    def take_over(self, sequence: Sequence, steps: list[Step]) -> None:
-        """Become another beam: one with all of these steps, the last of which its sequence has not got yet."""
-        self.sequence, self.logprobs = sequence, [logprob for _, logprob, _ in steps]
-        self.top_logprobs = [top for _, _, top in steps] if self.params.top_logprobs else []
-        sequence.next_prompt = len(sequence.tokens)
-        sequence.tokens.append(steps[-1][0])
 
     def history(self, vocab_size: int, device: torch.device) -> History | None:
         """Return the tokens so far on the device where the next one's logits depend on them; kept from then on."""

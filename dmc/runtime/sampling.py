@@ -19,7 +19,6 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda number: number > 0, "a number > 0 (1 is none)"),
     "presence_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
-    "length_penalty": (lambda number: -10 <= number <= 10, "a number in [-10, 10]"),
 }
 """Test of a parameter's range, and the range in words for the error."""
 
@@ -67,17 +66,6 @@ class SamplingParams:
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     """Changes logits after the penalties and before temperature, like a processor of transformers: (tokens so far
     [1, t], logits [1, vocab]) -> logits. If it raises, its request fails."""
-    beam_width: int | None = None
-    """Search for the most likely continuations with so many beams (transformers' num_beams), all of which are returned,
-    the best first; `temperature` is unused. None: no search."""
-    length_penalty: float = 1.0
-    """Beams are ranked by the sum of their log-probabilities over their number of tokens to this power."""
-
-    @property
-    def num_top(self) -> int:
-        """How many of the most likely tokens are read with each token: a beam search finds those that go on in them."""
-        beams = 0 if self.beam_width is None else self.beam_width + len(self.stop_token_ids)
-        return max(self.top_logprobs, beams)
 
     @property
     def changes_logits(self) -> bool:
@@ -122,23 +110,6 @@ class SamplingParams:
         self._set("stop", tuple(texts))
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise ValueError(f"logits_processor={self.logits_processor!r}: expected a callable, or None")
-        if self.beam_width is not None:
-            self._set("beam_width", whole_number("beam_width", self.beam_width, also=", or None"))
-            self._check_searches()
-            self._set("n", self.beam_width)
-            self._set("temperature", 0.0)
-
-    def _check_searches(self) -> None:
-        """Refuse what a search for the most likely continuations would not heed."""
-        unused: dict[str, Any] = {"n": 1, "top_k": None, "top_p": 1, "min_p": 0, "seed": None, "stop": ()}
-        unused |= {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
-        unused["logits_processor"] = None
-        for name, default in unused.items():
-            if getattr(self, name) != default and (name, self.n) != ("n", self.beam_width):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} beside beam_width={self.beam_width}: beam search ranks whole "
-                    f"continuations by the model's own probabilities and returns all beams; leave {name} out"
-                )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -232,7 +203,7 @@ class Sampling(NamedTuple):
             width = min(2 ** (width - 1).bit_length(), vocab_size)
         numbers = [(each.temperature, each.top_k or 0, each.top_p, each.min_p) for each in params]
         settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
-        num_top = min(max((each.num_top for each in params), default=0), vocab_size)
+        num_top = min(max((each.top_logprobs for each in params), default=0), vocab_size)
         return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
 
 

@@ -11,7 +11,6 @@ from dmc.policies import CachePolicy
 from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.sequence import Sequence
-from dmc.runtime.tally import Held
 
 RESERVE = 2
 """A preempted sequence returns when this many times the blocks that its known tokens will take are free.
@@ -67,8 +66,6 @@ class Scheduler:
         """Kept sequences with a row that do not run, or wait to run; the least recently used first."""
         self.outgrown: Sequence | None = None
         """Sequence whose next token does not fit the whole memory; the caller of `next_chunks` removes it."""
-        self.suspects: list[Sequence] = []
-        """Sequences of a failed pass: each has to run one pass alone."""
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -87,14 +84,6 @@ class Scheduler:
         """
         if self.prefixes is not None:
             self.prefixes.keep(self.running)
-        self.suspects = [each for each in self.suspects if each.row is None or each.num_waiting > 1]
-        chunks = self._choose()
-        if not chunks and self.outgrown is None and self.suspects:
-            self.suspects.clear()  # no room beside sequences that have already passed alone
-            chunks = self._choose()
-        return chunks
-
-    def _choose(self) -> list[ScheduledChunk]:
         chunks = self._share_out()
         preempted = False
         while not self._fits(chunks):
@@ -159,46 +148,27 @@ class Scheduler:
         self._leave(sequence)
         self._release(sequence)
 
-    def rest(self, sequence: Sequence) -> None:
-        """Let a sequence pause that has nothing to feed for now; its blocks may go to others meanwhile."""
-        if sequence in self.running:
-            self._leave(sequence)
-            self.resting.append(sequence)
-
-    def resume(self, sequence: Sequence) -> None:
-        """Let a sequence go on that has rested or is new; one that has lost its blocks, or got none, waits for them."""
-        if sequence in self.resting:
-            self.resting.remove(sequence)
-            self.running.append(sequence)
-        elif sequence.row is None and sequence not in self.waiting:
-            self.waiting.appendleft(sequence)
-
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence off all lists of those that run or want to."""
-        for sequences in (self.running, self.waiting, self.suspects):
+        for sequences in (self.running, self.waiting):
             if sequence in sequences:
                 sequences.remove(sequence)
 
-    def recover(self, chunks: list[ScheduledChunk]) -> Sequence | None:
-        """Recompute everything after a failed pass; each of its sequences then runs one pass alone.
+    def recover(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
+        """Empty the cache after a failed pass, whose writes may be half done; sequences outside of it are recomputed.
 
         Returns:
-            The sequence at fault if it was alone in the pass, else None.
+            The sequences of the pass, which are on no list any more.
         """
-        queue = [*self.running, *self.waiting]
-        for chunk in chunks:
-            if chunk.num_logits > 1:  # some layers may have counted its tokens already
-                chunk.sequence.held, chunk.sequence.row = Held(), None
+        failed = [chunk.sequence for chunk in chunks]
+        others = [each for each in (*self.running, *self.waiting) if each not in failed]
         for sequence in (*self.running, *self.resting):
             if sequence.row is not None:
                 self.cache.tally.close_row(sequence.row, sequence.held)
             sequence.num_preemptions += 1
-        taking = {each.sequence for each in chunks}
-        known, parts = self.suspects, [each for each in queue if each in taking]
         self.reset()
-        self.waiting.extend([*parts, *(each for each in queue if each not in taking)])
-        self.suspects = known if len(chunks) == 1 else parts
-        return parts[0] if len(chunks) == 1 and parts else None
+        self.waiting.extend(others)
+        return failed
 
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks are freed."""
@@ -207,7 +177,6 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.resting.clear()
-        self.suspects = []
         if self.prefixes is not None:
             self.prefixes.clear()
         self.cache.reset()
@@ -216,8 +185,6 @@ class Scheduler:
         """Divide the budget among running sequences, those with one token to feed first."""
         chunks: list[ScheduledChunk] = []
         for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
-            if self.suspects and sequence is not self.suspects[0]:
-                continue
             left = self._budget_left(chunks)
             if left == 0:
                 break
@@ -228,7 +195,7 @@ class Scheduler:
     def _admit(self, chunks: list[ScheduledChunk]) -> None:
         for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
             left = self._budget_left(chunks)
-            if left == 0 or (self.suspects and (chunks or sequence is not self.suspects[0])):
+            if left == 0:
                 return
             self._prefix_of(sequence)
             if self._waits_for_others(sequence):

@@ -12,7 +12,6 @@ from typing import Any
 
 from dmc.config import RunConfig, build_config
 from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
-from dmc.earlier_names import with_present_settings
 from dmc.json_file import flattened, read_mapping
 from dmc.provenance import installed_packages, provenance, slurm_job
 from dmc.target import find_target
@@ -90,7 +89,7 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
     record = (base or folder) / CONFIG_NAME
     if not record.is_file() or not (base or _has_saved(folder)):
         return
-    known = _recorded(record).get("text", {})  # earlier versions did not write it
+    known = _recorded(record).get("text", {})
     if changed := [name for name, digest in text.items() if known.get(name, digest) != digest]:
         raise ValueError(
             f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other text: put "
@@ -169,13 +168,13 @@ def read_config(folder: Path) -> RunConfig:
 
     Raises:
         FileNotFoundError: there is no run.
-        ValueError: its record is damaged, or has settings that this version does not know.
+        ValueError: its record is damaged, or has settings that are unknown.
     """
     record = folder / CONFIG_NAME
     if not record.is_file():
         raise FileNotFoundError(f"{record} does not exist: run= is the output folder of a training run")
     try:
-        return build_config(RunConfig, with_present_settings(_recorded(record)["config"], f"{record}: "))
+        return build_config(RunConfig, _recorded(record)["config"])
     except ValueError as error:
         raise ValueError(f"{record}: {error}") from error
 

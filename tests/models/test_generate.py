@@ -1,6 +1,5 @@
 import pytest
 import torch
-from runtime.test_beams import beam_search
 
 from dmc import Engine, SamplingParams
 from dmc.runtime import PagedGenerationCache
@@ -110,6 +109,19 @@ def test_returned_sequences_of_one_prompt_are_greedy_copies(make_compressed, mak
         assert (prompts_back[3 * row : 3 * row + 3] == prompts_back[3 * row]).all()
 
 
+def beam_search(next_logprobs, width, length):
+    """Return the most likely continuation, every step computed anew by `next_logprobs(tokens)`."""
+    beams = [(0.0, [])]
+    for _ in range(length):
+        every = [
+            (total + float(logprob), [*tokens, token])
+            for total, tokens in beams
+            for token, logprob in enumerate(next_logprobs(tokens))
+        ]
+        beams = sorted(every, key=lambda each: -each[0])[:width]
+    return beams[0][1]
+
+
 @pytest.mark.parametrize("gates", GATES, ids=name_of)
 def test_beam_search_equals_brute_force_over_the_parallel_form(gates, make_compressed, make_prompts):
     model, prompts = make_compressed(gates=gates), make_prompts(*LENGTHS)
@@ -120,7 +132,7 @@ def test_beam_search_equals_brute_force_over_the_parallel_form(gates, make_compr
             with torch.no_grad():
                 return model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
 
-        return beam_search(next_logprobs, 2, 8)[0][1]
+        return beam_search(next_logprobs, 2, 8)
 
     expected = [best(prompt) for prompt in prompts]
     assert out[:, max(LENGTHS) :].tolist() == expected

@@ -104,18 +104,6 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
     assert "versions" in full["provenance"]
 
 
-def test_a_task_by_an_earlier_versions_name_is_found_and_it_is_told(make_config, caplog):
-    tasks = ["haystack", {"name": "mine", "like": "inside"}]
-    assert [cell.task.name for cell in plan_grid(make_config(tasks=tasks), CONFIGS)] == [
-        "needle",
-        "mine",
-    ]
-    assert {each.getMessage() for each in caplog.records} == {
-        f"{earlier} is an earlier version's name and is read as {present}"
-        for earlier, present in (("haystack", "needle"), ("inside", "cache_analysis"))
-    }
-
-
 def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
     config = make_config(models={"base": str(folders.stock), "small": str(folders.compressed)}, **TWO_METHODS)
     with pytest.raises(KeyboardInterrupt):

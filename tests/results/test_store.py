@@ -13,25 +13,6 @@ def row(key, **values):
     return {"key": key, "status": "failed", **names, "budget": None, "learned": False, **values}
 
 
-def test_rows_of_an_earlier_version_get_the_present_names_and_it_is_told_once(tmp_path, caplog):
-    path, metrics = tmp_path / "cells.jsonl", {"loss": 2.0, "far_repeat_loss": 3.0}
-    values = {"metrics": metrics, "samples_by_metric": {"far_repeat_loss": [1.0, 5.0]}, "main_metric": "loss"}
-    own = new_row("m", "full", "text", {}, **values, achieved_ratio=1.0)
-    earlier = {("own_gates" if name == "learned" else name): value for name, value in own.items()}
-    path.write_text(json.dumps(earlier | {"own_gates": True}) + "\n")
-    store = Store(path)
-    with caplog.at_level(logging.WARNING):
-        frame, (read,) = store.frame(), store.rows()
-    assert read["learned"] and "own_gates" not in read
-    found = frame.set_index("metric")
-    assert found.loc["long_range_repeat_loss", "value"] == 3 and bool(found["learned"].all())
-    assert found.loc["long_range_repeat_loss", "samples"] == [1.0, 5.0]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: {earlier} is an earlier version's name and is read as {present}"
-        for earlier, present in (("far_repeat_loss", "long_range_repeat_loss"), ("own_gates", "learned"))
-    ]
-
-
 def test_of_rows_with_one_key_the_last_counts(tmp_path):
     store = Store(tmp_path / "new" / "cells.jsonl")
     assert store.rows() == []
@@ -59,7 +40,7 @@ def test_damaged_lines_are_told_once_and_swallow_no_other(damage, tmp_path, capl
     with caplog.at_level(logging.WARNING):
         assert [each["key"] for each in store.rows()] == ["before", "after"]
         store.rows()
-    why = "damaged, or of an earlier version: it is left out, its cell runs again"
+    why = "damaged: it is left out, its cell runs again"
     assert [record.getMessage() for record in caplog.records] == [f"{path}, line 2 is {why}"]
 
 

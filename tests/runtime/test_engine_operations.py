@@ -41,7 +41,6 @@ PARAMS = [
     SamplingParams(max_new_tokens=25, seed=7, temperature=0.7, stop_token_ids=tuple(range(0, 83, 9))),
     SamplingParams(max_new_tokens=100, temperature=0),
     SamplingParams(max_new_tokens=10, seed=8, n=3),
-    SamplingParams(max_new_tokens=8, beam_width=3, stop_token_ids=tuple(range(0, 83, 5))),
 ]
 LENGTH, PARAM = st.sampled_from(PROMPT_LENGTHS), st.sampled_from(PARAMS)
 ENGINES = [
@@ -82,13 +81,6 @@ class Alone:
         for turn in turns:
             self.take(session, *turn)
         return session
-
-    def search(self, prompt, params):
-        """What a beam search brings on an engine that has room for it."""
-        if (prompt, params) not in self.known:
-            (best,) = Engine(self.model, policy=self.policy).generate([list(prompt)], params)
-            self.known[prompt, params] = [best, *best.alternatives]
-        return self.known[prompt, params]
 
     @staticmethod
     def take(session, prompt, params):
@@ -183,7 +175,7 @@ class Operations(RuleBasedStateMachine):
 
     def begin(self, prompt, params, session):
         history = Conversation() if session is None else self.histories[session]
-        params = replace(params, n=1, beam_width=None) if session is not None else params
+        params = replace(params, n=1) if session is not None else params
         if self.is_too_long(len(history.tokens) + len(prompt) + params.max_new_tokens - 1):
             self.count["refused"] += 1
             with pytest.raises(ValueError, match="may need"):
@@ -191,12 +183,9 @@ class Operations(RuleBasedStateMachine):
             return
         request = self.engine.submit(prompt, params, session)
         turns = (*history.turns, ((*history.unanswered, *prompt), replace(params, n=1)))
-        if params.beam_width is None:
-            own = turns[-1][1]
-            seeds = [replace(own, seed=None if own.seed is None else own.seed + i) for i in range(params.n)]
-            expected = [self.alone((*turns[:-1], (turns[-1][0], each))) for each in seeds]
-        else:
-            expected = self.alone.search(tuple(prompt), params)
+        own = turns[-1][1]
+        seeds = [replace(own, seed=None if own.seed is None else own.seed + i) for i in range(params.n)]
+        expected = [self.alone((*turns[:-1], (turns[-1][0], each))) for each in seeds]
         self.turns.append(Turn(request, turns, expected, session))
         history.tokens += prompt
 
@@ -333,7 +322,7 @@ class Operations(RuleBasedStateMachine):
             of[event.request].every[event.number].append(event.token_id)
         for turn in [turn for turn in self.turns if turn.request.generation is not None and turn.request.error is None]:
             every = [turn.request.generation, *turn.request.generation.alternatives]
-            self.count["fork" if turn.request.search is None else "search"] += len(every) - 1
+            self.count["fork"] += len(every) - 1
             for generation, tokens, expected in zip(every, turn.every, turn.expected, strict=True):
                 assert generation.token_ids == tokens == expected.token_ids
                 assert generation.finish_reason == expected.finish_reason
@@ -355,9 +344,6 @@ class Operations(RuleBasedStateMachine):
         assert generation is not None
         every = [generation, *generation.alternatives]
         assert reason in [each.finish_reason for each in every]
-        if turn.request.search is not None:  # its beams so far, of which nothing has been told
-            assert turn.every == [[], [], []]
-            every = []
         for each, tokens, expected in zip(every, turn.every, turn.expected, strict=len(every) > 1):
             assert each.token_ids == tokens == expected.token_ids[: len(tokens)]
         self.leave(turn)
@@ -437,10 +423,10 @@ def test_ten_thousand_operations_agree_with_requests_alone(make_stock, make_comp
     for method in METHODS:
         total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=16, stateful_step_count=40)
 
-    results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "search", "fed", "lost")
+    results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "fed", "lost")
     done = {name: number for name, number in total.items() if name not in results}
     assert sum(done.values()) >= 10_000, total
     assert all(number >= 20 for number in done.values()), total
     assert total["preempted"] >= 50, total
     assert total["refused"] >= 20 and total["outgrown"] >= 20, total
-    assert total["prefix hit"] >= 20 and total["fork"] >= 50 and total["search"] >= 50, total
+    assert total["prefix hit"] >= 20 and total["fork"] >= 50, total

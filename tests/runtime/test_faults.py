@@ -1,4 +1,4 @@
-"""A pass that fails costs the request that makes it fail, and nobody else anything but time."""
+"""A pass that fails ends the requests that it computes; all others lose nothing but time."""
 
 from __future__ import annotations
 
@@ -50,95 +50,55 @@ def finish(engine, requests):
     "options", [{}, {"prefill_chunk_size": 8}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str
 )
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_only_the_request_that_makes_a_pass_fail_fails(method, options, make_stock, make_compressed, make_prompts):
+def test_a_pass_that_fails_costs_its_own_requests_alone(method, options, make_stock, make_compressed, make_prompts):
     engine = build(method, make_stock, make_compressed, **options)
     prompts = clean(make_prompts(20, 90, 9, 30))
     expected = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
     broken = [*prompts[1], POISON, 3]
-    asked = [prompts[0], broken, prompts[1], broken, prompts[2], prompts[3]]
-    requests = []
-    for prompt in asked:  # some are on their way when the first of them fails
-        requests.append(engine.submit(prompt, GREEDY))
-        events = engine.step()
-        assert all(event.request in requests for event in events)
+    requests, fed = [engine.submit(prompt, GREEDY) for prompt in (prompts[0], broken, *prompts[1:])], []
+    choose = engine._scheduler.next_chunks
+    engine._scheduler.next_chunks = lambda: fed.append(choose()) or fed[-1]
+    while requests[1].generation is None:
+        engine.step()
+    together = [chunk.sequence for chunk in fed[-1]]
     finish(engine, requests)
-    assert engine.blocks_in_use == 0
-    good = [request for request, prompt in zip(requests, asked, strict=True) if prompt is not broken]
-    for request, theirs in zip(good, expected, strict=True):
+    assert engine.blocks_in_use == 0 and requests[1].sequence in together
+    spared = 0
+    for request, theirs in zip([requests[0], *requests[2:]], expected, strict=True):
+        if request.sequence in together:
+            assert request.generation.finish_reason == "error"
+            assert "the kernel cannot read this" in str(request.error)
+            continue
+        spared += 1
         assert request.error is None
         assert request.generation.token_ids == theirs.token_ids
         assert request.generation.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert torch.equal(request.generation.stats.slots, theirs.stats.slots)
         torch.testing.assert_close(request.generation.stats.mean_slots, theirs.stats.mean_slots)
-    for request in (requests[1], requests[3]):
-        assert request.generation.finish_reason == "error"
-        assert "the kernel cannot read this" in str(request.error)
-    with pytest.raises(RuntimeError, match=r"request 1 of 3 \(from 0\): the kernel cannot read this"):
+    assert spared or "max_batch_size" not in options
+    with pytest.raises(RuntimeError, match=r"request \d of 3 .*: the kernel cannot read this"):
         engine.generate([prompts[0], broken, prompts[1]], GREEDY)
+    for prompt, theirs in zip(prompts, expected, strict=True):
+        assert engine.generate([prompt], GREEDY)[0].token_ids == theirs.token_ids
 
 
-def test_sessions_forks_and_scores_outlive_anothers_fault(make_compressed, make_prompts):
+def test_sessions_that_rest_outlive_a_fault(make_compressed, make_prompts):
     engine = build({}, None, make_compressed)
     prompts = clean(make_prompts(20, 40, 9))
-    sampled = SamplingParams(max_new_tokens=9, n=3, seed=5)
-    expected = [engine.generate([prompts[0]], sampled)[0], engine.generate([prompts[1] + prompts[2]], GREEDY)[0]]
-    (score,) = engine.score([prompts[0]], [prompts[2]])
+    (expected,) = engine.generate([prompts[1] + prompts[2]], GREEDY)
     with engine.session() as session:
         session.feed(prompts[1])
-        requests = [engine.submit(prompts[0], sampled), engine.submit(prompts[2], GREEDY, session)]
-        engine.step()
-        requests.append(engine.submit([3, POISON], GREEDY))
-        finish(engine, requests)
-        ours = [requests[0].generation, *requests[0].generation.alternatives]
-        theirs = [expected[0], *expected[0].alternatives]
-        assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
-        assert requests[1].generation.token_ids == expected[1].token_ids
-        assert str(requests[2].error) == "the kernel cannot read this"
-        poisoned = engine.submit([3, POISON], GREEDY)
-        torch.testing.assert_close(engine.score([prompts[0]], [prompts[2]])[0], score, atol=1e-4, rtol=0)
-        assert poisoned.error is not None
         with pytest.raises(RuntimeError, match="cannot read"):
             engine.score([prompts[0]], [[POISON, 3]])
+        failed = engine.submit([POISON, 3], GREEDY, session)
+        finish(engine, [failed])
+        assert failed.generation.finish_reason == "error"
+    with engine.session() as session:
+        session.feed(prompts[1])
+        poisoned = engine.submit([3, POISON], GREEDY)
+        finish(engine, [poisoned])
+        assert session.generate(prompts[2], GREEDY).token_ids == expected.token_ids
     assert engine.blocks_in_use == 0
-
-
-def test_a_small_memory_and_a_fault_end_all_requests(make_compressed, make_prompts):
-    engine = build({"target_ratio": 1.0}, None, make_compressed, memory=4 * 6 * 16 * 2 * 16 * 4)
-    prompts = clean(make_prompts(30, 40, 30, 40))
-    expected = [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
-    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
-    for _ in range(5):
-        engine.step()
-    hook = engine.model.lm_head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("once")))
-    engine.step()
-    hook.remove()
-    requests.append(engine.submit([POISON] * 9, GREEDY))
-    finish(engine, requests)
-    assert [request.generation.token_ids for request in requests[:4]] == expected
-    assert str(requests[4].error) == "the kernel cannot read this"
-
-
-@pytest.mark.parametrize("options", [{}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str)
-def test_sampling_that_fails_once_after_a_fork_costs_nothing_but_time(
-    options, make_compressed, make_prompts, monkeypatch
-):
-    model, prompts, sampled = make_compressed(), make_prompts(20, 40), SamplingParams(max_new_tokens=9, n=3, seed=5)
-    expected = Engine(model).generate(prompts, sampled)
-    engine, choose, failures = Engine(model, **options), next_tokens.choose_tokens, [ValueError("once")]
-
-    def stumble(logits, *arguments):
-        if failures and len(logits) > 1:
-            raise failures.pop()
-        return choose(logits, *arguments)
-
-    monkeypatch.setattr(next_tokens, "choose_tokens", stumble)
-    requests = [engine.submit(prompt, sampled) for prompt in prompts]
-    finish(engine, requests)
-    assert not failures and engine.blocks_in_use == 0
-    for request, theirs in zip(requests, expected, strict=True):
-        assert request.error is None
-        ours = [request.generation, *request.generation.alternatives]
-        assert [each.token_ids for each in ours] == [each.token_ids for each in (theirs, *theirs.alternatives)]
 
 
 def drain(engine):
@@ -150,42 +110,31 @@ def drain(engine):
     raise AssertionError("the engine does not come to an end")
 
 
-def test_sampling_that_fails_for_a_prompt_alone_forks_it_no_further(make_compressed, make_prompts, monkeypatch):
-    engine, choose, failures = Engine(make_compressed()), next_tokens.choose_tokens, [ValueError("once")]
-
-    def stumble(logits, *arguments):
-        if failures:
-            raise failures.pop()
-        return choose(logits, *arguments)
-
-    monkeypatch.setattr(next_tokens, "choose_tokens", stumble)
-    request = engine.submit(*make_prompts(20), SamplingParams(max_new_tokens=4, n=3, seed=5))
-    events = drain(engine)
-    assert len(request.branches) == 3 and not any(each.alternatives for each in request.alternatives)
-    assert {id(event.request) for event in events} <= {id(each) for each in request.branches}
-    assert engine.blocks_in_use == 0 and not failures
-
-
-@pytest.mark.parametrize("params", [{"n": 3, "seed": 5}, {"beam_width": 3, "temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("where", ["choose_tokens", "snapshot"])
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_fork_that_fails_leaves_nothing_behind(params, nth, make_compressed, make_prompts, monkeypatch):
+def test_continuations_fail_together_and_leave_nothing_behind(where, nth, make_compressed, make_prompts, monkeypatch):
     model, (long, short) = make_compressed(), make_prompts(40, 20)
-    plain = SamplingParams(max_new_tokens=9, temperature=0.0)
-    (expected,) = Engine(model).generate([short], plain)
-    engine, taken, snapshot = Engine(model), [], PagedCache.snapshot
+    sampled, greedy = SamplingParams(max_new_tokens=9, n=3, seed=5), SamplingParams(max_new_tokens=9, temperature=0.0)
+    (expected,) = Engine(model).generate([short], greedy)
+    engine, calls = Engine(model), []
+    owner = next_tokens if where == "choose_tokens" else PagedCache
+    called = getattr(owner, where)
 
-    def fail(self, row):
-        taken.append(row)
-        if len(taken) == nth:
-            raise MemoryError("no room for a snapshot")
-        return snapshot(self, row)
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise MemoryError("no room")
+        return called(*arguments)
 
-    monkeypatch.setattr(PagedCache, "snapshot", fail)
-    forking, other = engine.submit(long, SamplingParams(max_new_tokens=9, **params)), engine.submit(short, plain)
+    monkeypatch.setattr(owner, where, fail)
+    forking = engine.submit(long, sampled)
+    events = drain(engine)
+    other = engine.submit(short, greedy)
     drain(engine)
-    assert other.error is None and other.generation.token_ids == expected.token_ids
-    assert len(taken) >= nth and engine.blocks_in_use == 0
-    assert (forking.error is None) == ("n" in params)  # a pass is run again, a search is not
+    every = [forking.generation, *forking.generation.alternatives]
+    assert str(forking.error) == "no room" and {each.finish_reason for each in every} == {"error"}
+    assert len(events) == sum(len(each.token_ids) for each in every)
+    assert other.error is None and other.generation.token_ids == expected.token_ids and engine.blocks_in_use == 0
 
 
 class Stumbling:

@@ -55,7 +55,6 @@ FIELDS: dict[str, list[tuple[int, Any]]] = {
     "echo": [(400, "yes")],
     "min_p": [(400, 2)],
     "stop_token_ids": [(400, [10**6]), (400, ["x"]), (400, [-1])],
-    "beam_width": [(422, 4)],
     "nonsense": [(422, 1), (422, {})],
     "n" * 5000: [(422, 1)],
 }

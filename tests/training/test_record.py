@@ -107,25 +107,6 @@ def test_a_run_has_saved_once_a_checkpoint_is_whole(run_values, tmp_path):
         check_same_run(folder, build_config(RunConfig, run_values))
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_the_settings_present_names(run_values, tmp_path, caplog):
-    run_values["training"] |= {"sensitivity_init": {"sequences": 3}}
-    run_values["compression"] |= {"gate_input": "hidden"}
-    config = build_config(RunConfig, run_values)
-    record_run(tmp_path, config)
-    content = json.loads((tmp_path / "run.json").read_text())
-    for present, earlier in (("sensitivity_init", "measured_start"), ("regression_init", "regressed_start")):
-        content["config"]["training"][earlier] = content["config"]["training"].pop(present)
-    (tmp_path / "run.json").write_text(json.dumps(content))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step_0000002").touch()
-    check_same_run(tmp_path, config)
-    assert read_config(tmp_path) == config
-    assert {each.getMessage() for each in caplog.records} == {
-        f"{tmp_path / 'run.json'}: training.measured_start is an earlier version's name and is read as "
-        "training.sensitivity_init"
-    }
-
-
 @pytest.mark.parametrize(("section", "name"), [("training", "stages"), ("data", "train")])
 def test_a_run_does_not_go_on_with_its_parts_in_another_order(section, name, run_values, tmp_path):
     run_values["data"]["train"] |= {"more": {"_target_": "dmc.data.StandardLibrarySource", "split": "train"}}

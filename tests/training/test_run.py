@@ -75,7 +75,7 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     record = Path(run_config.output_dir) / "run.json"
     content = json.loads(record.read_text())
     content["config"]["training"] |= {"calibration_sequences": 0, "validation_sequences": 0, "validate_every_steps": 0}
-    record.write_text(json.dumps(content))  # as an earlier version took it
+    record.write_text(json.dumps(content))
     run = train(run_config)
     again = export_checkpoint(run.folder, tmp_path / "again")
     assert run.metrics(again) == run.metrics(run.final)

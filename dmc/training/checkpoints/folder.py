@@ -145,11 +145,6 @@ def read_header(folder: Path) -> Header:
         raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
     if checksum != _checksum_of(values):
         raise ValueError(f"{folder} is damaged: {HEADER_NAME} has a wrong checksum; {REMEDY}")
-    if (form := values.get("format", "sharded")) != "sharded":
-        raise ValueError(
-            f"{folder} has an earlier version's format {form!r}: finish or export the run with that version, or choose "
-            "another output_dir"
-        )
     for name, (size, _) in header.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{folder} is no training checkpoint: its {HEADER_NAME} names {name}, outside of it")

@@ -48,19 +48,9 @@ def step_name(step: int) -> str:
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, the newest first.
-
-    Raises:
-        ValueError: an earlier version has written there.
-    """
-    paths = list(folder.iterdir()) if folder.is_dir() else []
-    found = sorted((path for path in paths if STEP.match(path.name)), key=lambda path: int(path.name[5:]), reverse=True)
-    if not found and any(path.suffix == ".ckpt" for path in paths):
-        raise ValueError(
-            f"{folder} holds checkpoints of an earlier version, which this one does not read: finish the run with "
-            "that version, or choose another output_dir"
-        )
-    return found
+    """List the checkpoints in a folder, the newest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if STEP.match(path.name)), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None) -> Path | None:

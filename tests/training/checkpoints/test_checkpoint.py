@@ -105,14 +105,6 @@ def test_foreign_folders_are_refused(tmp_path):
         read_header(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "previous.ckpt"])
-def test_checkpoints_of_an_earlier_version_are_refused_in_one_line(run_values, tmp_path, name):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / name).touch()
-    with pytest.raises(ValueError, match=r"run/checkpoints holds checkpoints of an earlier version.*choose another"):
-        train(build_config(RunConfig, run_values))
-
-
 def test_checkpoint_of_another_model_says_what_differs(saver, tmp_path):
     folder = save(saver, tmp_path)
     assert check_fits(folder, MODEL).global_step == 1
