@@ -92,6 +92,7 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
 
 
 def main(folder: Path) -> None:
+    """Print the table of a run; exit with what went wrong, if something did."""
     text = (folder / "plan.json").read_text()
     plan = json.loads(text[text.index("{\n") :])  # warnings come before it
     config = read_config(folder)

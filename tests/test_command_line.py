@@ -149,7 +149,7 @@ GPUS = {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "8"}
 @pytest.mark.parametrize(
     ("environment", "files", "arguments", "refused"),
     [
-        (GPUS, [], [], "this job has GPUs (SLURM_GPUS_ON_NODE=8), but torch 2.13.0+cpu is a build for CPUs: replace it"),
+        (GPUS, [], [], "this job has GPUs (SLURM_GPUS_ON_NODE=8), but torch 2.13.0+cpu is a build for CPUs: "),
         ({"SLURM_JOB_ID": "1"}, ["nvidia0", "nvidiactl"], [], "this job has GPUs ({folder}/nvidia0), but torch"),
         (GPUS, [], ["trainer=cpu"], None),
         (GPUS, [], ["plan=true"], None),

@@ -71,7 +71,7 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
         ("data", {"train": [{}], "validation": {"x": {}}}, "data.train=.*: expected a mapping"),
         ("data", {"train": {"x": {}}}, "setting data.validation is missing"),
         ("training.ratio_prior", "layer", "training.ratio_prior='layer': expected 'global' or 'local'"),
-        ("training.head_agreement", "sum", "training.head_agreement='sum': expected 'mean', 'printed_sum' or 'ratio'"),
+        ("training.head_agreement", "sum", "training.head_agreement='sum': expected 'mean' or 'ratio'"),
         (
             "training.stages",
             {"retrofit": {"steps": 1, "ramp_fraction": 1.5}},

@@ -10,7 +10,7 @@ from torch import Tensor
 from dmc.budget import check_ratio
 from dmc.compression.relaxation import straight_through
 
-HeadAgreement = Literal["mean", "printed_sum", "ratio"]
+HeadAgreement = Literal["mean", "ratio"]
 
 
 def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = None) -> Tensor:
@@ -74,22 +74,20 @@ def compression_loss(
 def head_agreement_loss(alpha: Tensor, form: HeadAgreement = "mean") -> Tensor:
     """Penalize heads of a layer that compress differently (DMC-C, eq. 14), on relaxed decisions.
 
-        mean:        (1 / N) sum over l, h, t of |alpha_lht - mean over h' of alpha_lh't|
-        printed_sum: (1 / N) sum over l, h, t of |alpha_lht - sum over h' of alpha_lh't|
-        ratio:       (1 / (L H)) sum over l, h of |mean over t of alpha_lht - mean over h, t of alpha_lht|
+        mean:  (1 / N) sum over l, h, t of |alpha_lht - mean over h' of alpha_lh't|
+        ratio: (1 / (L H)) sum over l, h of |mean over t of alpha_lht - mean over h, t of alpha_lht|
 
-    N = L H T, then the batch mean. The paper prints the sum, whose optimum is that nothing is merged: four heads that
-    all merge a token cost 4 * |1 - 4|. `ratio` asks for equal compression ratios alone, as the paper's text does.
+    N = L H T, then the batch mean. The paper prints a sum over h', whose optimum is that nothing is merged: four heads
+    that all merge a token cost 4 * |1 - 4|. `ratio` asks for equal compression ratios alone, as the paper's text does.
 
     Args:
         alpha: relaxed decisions in [0, 1], [L, B, H, T].
-        form: one of the three above.
+        form: one of the two above.
     Raises:
         ValueError: the form is unknown.
     """
     if form == "ratio":
         alpha = alpha.mean(3, keepdim=True)
-    elif form not in ("mean", "printed_sum"):
-        raise ValueError(f"form={form!r} is unknown: expected 'mean', 'printed_sum' or 'ratio'")
-    together = alpha.sum(2, keepdim=True) if form == "printed_sum" else alpha.mean(2, keepdim=True)
-    return (alpha - together).abs().mean()
+    elif form != "mean":
+        raise ValueError(f"form={form!r} is unknown: expected 'mean' or 'ratio'")
+    return (alpha - alpha.mean(2, keepdim=True)).abs().mean()

@@ -147,9 +147,9 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             return
         for layer in self.model.layers:
             attention = layer.self_attn
-            projections, every = (attention.q_proj, attention.k_proj), attention.head_dim
+            projections, every = [attention.q_proj, attention.k_proj], attention.head_dim
             if not compression.borrows_key_neuron:
-                projections, every = (attention.q_proj,), attention.head_dim * attention.num_key_value_groups
+                projections, every = [attention.q_proj], attention.head_dim * attention.num_key_value_groups
             for projection in projections:
                 for parameter in projection.parameters():
                     yield parameter, slice(compression.neuron_index % attention.head_dim, None, every)

@@ -15,8 +15,8 @@ class CountedSteps:
     """Reads the micro-batches of a step before it hands out the first: a step's count is part of each one's loss.
 
     Where they have a `loss_mask`, they get `num_predicted`, the mean number of predicted tokens of the step's
-    micro-batches on this rank, float64 []; without masks all predict equally many. Nothing is read beyond the step under
-    way, so that a loader's state after a step is that of the samples consumed.
+    micro-batches on this rank, float64 []; without masks all predict equally many. Nothing is read beyond the step, so
+    that a loader's state after it is that of the samples consumed.
 
     Args:
         loader: this rank's micro-batches.

@@ -110,21 +110,21 @@ def test_local_prior_counts_each_sequence_and_layer_by_itself():
 def test_unknown_prior_and_form_are_refused():
     with pytest.raises(ValueError, match="prior='per_head' is unknown: expected 'global' or 'local'"):
         compression_loss(PAPER, 2.0, prior="per_head")
-    with pytest.raises(ValueError, match="form='sum' is unknown: expected 'mean', 'printed_sum' or 'ratio'"):
+    with pytest.raises(ValueError, match="form='sum' is unknown: expected 'mean' or 'ratio'"):
         head_agreement_loss(PAPER, "sum")
 
 
-@pytest.mark.parametrize(("form", "loss"), [("mean", 2 / 16), ("printed_sum", 8 / 16), ("ratio", 1 / 8)])
+@pytest.mark.parametrize(("form", "loss"), [("mean", 2 / 16), ("ratio", 1 / 8)])
 def test_head_agreement_has_the_numbers_of_its_equation(form, loss):
     assert head_agreement_loss(PAPER, form).item() == loss
     twice = PAPER.repeat(1, 3, 1, 1)
     assert head_agreement_loss(twice, form).item() == pytest.approx(loss)
 
 
-@pytest.mark.parametrize(("form", "loss"), [("mean", 0), ("ratio", 0), ("printed_sum", 3 * 0.75)])
-def test_only_the_printed_sum_punishes_heads_that_agree(form, loss):
+@pytest.mark.parametrize("form", ["mean", "ratio"])
+def test_heads_that_agree_cost_nothing(form):
     alpha = torch.tensor([0.0, 1, 1, 1]).expand(1, 1, 4, 4)
-    assert head_agreement_loss(alpha, form).item() == pytest.approx(loss)
+    assert head_agreement_loss(alpha, form).item() == 0
 
 
 def test_equal_ratios_suffice_for_the_ratio_form():
@@ -138,7 +138,6 @@ LOSSES = {
     "local, soft": lambda alpha: compression_loss(alpha, 2.0, soft=True, prior="local"),
     "local, delay": lambda alpha: compression_loss(alpha, 4.0, soft=True, prior="local", delay=2),
     "mean": lambda alpha: head_agreement_loss(alpha, "mean"),
-    "printed_sum": lambda alpha: head_agreement_loss(alpha, "printed_sum"),
     "ratio": lambda alpha: head_agreement_loss(alpha, "ratio"),
 }
 

@@ -168,8 +168,8 @@ def test_a_run_that_always_crashes_ends_after_the_bound(slurm, crashing_jobs):
     assert [each["step"] for each in starts(folder)] == [0, 0]
     error = "RuntimeError: this rank's GPU has fallen off the bus"
     assert len(re.findall(rf"task 1: Exited with exit code 70; last line of its log: {error}\n", told)) == 2
-    assert told.rstrip().endswith("not restarted: 1 restarts from the same place (MAX_RESTARTS); last good checkpoint: no "
-                                  "checkpoint yet")  # fmt: skip
+    bound = "not restarted: 1 restarts from the same place (MAX_RESTARTS)"
+    assert told.rstrip().endswith(f"{bound}; last good checkpoint: no checkpoint yet")
 
 
 def test_a_user_s_error_is_not_requeued(slurm, crashing_jobs):
@@ -314,7 +314,8 @@ def smoke(slurm, settings, make_stock, tmp_path):
     texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
     train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
     run = [
-        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files", *[each for each in settings if "text.name" in each],
+        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
+        *[each for each in settings if "text.name" in each],
         f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
         "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",
         "training.validation_sequences=4", f"output_dir={tmp_path}/run",
@@ -332,9 +333,7 @@ def smoke(slurm, settings, make_stock, tmp_path):
 def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smoke, tmp_path):
     state, told, folder = smoke()
     assert state == "COMPLETED", "\n".join(told) + logs(folder)
-    assert told[-1] == (
-        f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
-    )  # fmt: skip
+    assert told[-1] == f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
     assert [each["step"] for each in starts(folder)] == [0, 10]
     assert [sorted(part) for part in logged_parts(folder)] == [[*range(10)], [*range(10, 20)]]
     table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in told if line.startswith("| ")}
