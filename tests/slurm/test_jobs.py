@@ -299,7 +299,7 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
     cpus = {"array": 3, "endless": 4}  # of a node with 4
     for name, (on_signal, _, _) in TURNS.items():
         tasks = sorted((root / name).glob("job-*.log"))
-        ranks = [path.read_text() for path in (root / name / "run").rglob("ranks/*.log")]
+        ranks = [path.read_text() for path in (root / name / "run").rglob("ranks/*-0.log")]
         assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(root)
         assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(root)
         assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(root)
