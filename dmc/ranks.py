@@ -28,6 +28,9 @@ class Ranks:
     size: int = 1
     group: Any = None
     """Process group of torch.distributed; None: all processes."""
+    tokens_divided: int = 1
+    """Into how many parts these ranks divide each sequence. Each then has the gradients of its own tokens alone; `join`
+    multiplies them by this, so that their mean over all ranks, which data parallelism takes, is their sum here."""
 
     @classmethod
     def launched(cls) -> Ranks:
@@ -60,6 +63,14 @@ class Ranks:
         if every.size == 1:
             return every
         return cls(every.rank, every.size, dist.new_group(backend="gloo", timeout=timeout))
+
+    @classmethod
+    def neighbors(cls, size: int, tokens_divided: int = 1) -> Ranks:
+        """Make a group of each `size` processes in a row, and return this one's; all processes call this together."""
+        if size == 1:
+            return cls()
+        group, _ = dist.new_subgroups(size)
+        return cls(dist.get_rank(group), size, group, tokens_divided)
 
     def while_others_wait(self, name: str, act: Callable[[], None], store: Any = None) -> None:
         """Run `act` on the first rank while the others wait, for any time, outside of collectives.
@@ -137,13 +148,22 @@ class Ranks:
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """Join the ranks' parts of a tensor along a dimension, differentiably.
 
-        All ranks must go on to compute the same loss from the whole: each then takes the gradient of its own part.
+        All ranks must go on to compute the same loss from the whole: each then takes the gradient of its own part, see
+        `tokens_divided`.
         """
         return tensor if self.size == 1 else _Join.apply(tensor, dim, self)
 
     def summed(self, tensor: Tensor) -> Tensor:
         """Add up the ranks' tensors, differentiably: each rank uses the sum in its own way, so gradients add up too."""
         return tensor if self.size == 1 else _Sum.apply(tensor, self)
+
+    def exchange(self, tensor: Tensor, cut: int, joined: int) -> Tensor:
+        """Give each rank its part along `cut` of what the ranks have, and join it along `joined`, differentiably.
+
+        One all-to-all: with heads cut and time joined, each rank's tokens with all heads become its heads with all
+        tokens (Ulysses, arXiv:2309.14509).
+        """
+        return tensor if self.size == 1 else _Exchange.apply(tensor, cut, joined, self)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's part, one of `size` equal ones along `dim`, of a tensor that all ranks have."""
@@ -163,6 +183,12 @@ class Ranks:
         dist.all_gather(parts, tensor, group=self.group)
         return parts
 
+    def _exchanged(self, tensor: Tensor, cut: int, joined: int) -> Tensor:
+        parts = torch.stack(tensor.chunk(self.size, cut))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return torch.cat(received.unbind(), joined)
+
     def _reduce(self, number: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return number
@@ -179,7 +205,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return context.ranks.own(gradients[0], context.dim), None, None
+        own = context.ranks.own(gradients[0], context.dim)
+        return own * context.ranks.tokens_divided, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -191,6 +218,18 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return context.ranks._summed(gradients[0]), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, cut: int, joined: int, ranks: Ranks) -> Tensor:
+        context.dims, context.ranks = (cut, joined), ranks
+        return ranks._exchanged(tensor, cut, joined)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        cut, joined = context.dims
+        return context.ranks._exchanged(gradients[0], joined, cut), None, None, None
 
 
 ALONE = Ranks()

@@ -8,7 +8,13 @@ from omegaconf import DictConfig
 
 from dmc.command_line import script
 
-MEASURED = ("calibrate", "calibration_sequences", "validation_sequences")
+MEASURED = {
+    "calibrate": "calibrate",
+    "calibration_sequences": "calibration_sequences",
+    "validation_sequences": "validation_sequences",
+    "dtype": "export_dtype",
+}
+"""Settings here, and their names in a run."""
 
 
 @script("export")
@@ -20,10 +26,11 @@ def main(settings: DictConfig) -> None:
         Path(settings.output),
         target_ratio=settings.target_ratio,
         overwrite=settings.overwrite,
-        measured={name: settings[name] for name in MEASURED if settings[name] is not None},
+        measured={name: settings[own] for own, name in MEASURED.items() if settings[own] is not None},
         use_previous_checkpoint=settings.use_previous_checkpoint,
         trust_run=settings.trust_run,
         device=settings.device,
+        push_to_hub=settings.push_to_hub,
     )
     print(f"exported {folder}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import CHROMIUM
+from fake_hub import serving
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from dmc import retrofit
@@ -151,3 +152,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, this machine has none"))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serving() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+        yield hub

@@ -1,5 +1,6 @@
 """DeepSpeed's strategy on processors without a GPU: Lightning refuses them by one check of the accelerator."""
 
+import json
 import sys
 
 import torch
@@ -32,3 +33,51 @@ def allow_cpu():
             self._init_deepspeed_distributed()
 
     zero.ZeroStrategy = CpuZeroStrategy
+
+
+def describe_engine(rank, stage, in_bfloat16, file):
+    """Write down what the parts of DeepSpeed that `ZeroStrategy` reads look like, on one rank."""
+    import deepspeed
+
+    allow_cpu()
+    from dmc.training.strategies.zero import FLAT_WEIGHTS
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = torch.nn.Linear(4, 3)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": in_bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, zero, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings, dist_init_required=False)
+    weights = [name for name in FLAT_WEIGHTS if hasattr(zero, name)]
+    flat = getattr(zero, weights[0])
+    groups = FLAT_WEIGHTS[weights[0]]
+    if groups is not None:
+        for parameters, weight in zip(getattr(zero, groups), flat, strict=True):
+            assert weight.numel() >= sum(each.numel() for each in parameters)
+    if not in_bfloat16 and stage < 3:
+        assert zero.check_grad_overflow is False, "DeepSpeed looks at float32 gradients by itself now"
+    zero.check_grad_overflow = True
+    applied = []
+    for factor in (float("inf"), 1.0):
+        loss = engine(torch.ones(1, 4, dtype=torch.bfloat16 if in_bfloat16 else torch.float32)).sum() * factor
+        engine.backward(loss)
+        engine.step()
+        applied.append(engine.was_step_applied())
+    found = {
+        "weights": weights,
+        "they are flat, float32 and have AdamW's states": all(
+            each.dim() == 1 and each.dtype == torch.float32 and "exp_avg_sq" in zero.optimizer.state[each]
+            for each in flat
+        ),
+        "groups": groups,
+        "a step that is not finite is applied": applied[0],
+        "a finite step is applied": applied[1],
+        "shape of a weight": list(getattr(model.weight, "ds_shape", model.weight.shape)),
+    }
+    file.write_text(json.dumps(found))

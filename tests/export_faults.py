@@ -9,11 +9,11 @@ def fill_disk(rank, on_rank):
     """Let one rank write no more than 1,000 bytes into any file of the weights."""
     from dmc.training.strategies.parallelism import Parallelism
 
-    def write_weights(self, model, folder):
+    def write_weights(self, *arguments):
         plain_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, plain_limits[1]))  # Python turns its signal into an OSError
         try:
-            plain(self, model, folder)
+            plain(self, *arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, plain_limits)
 

@@ -184,10 +184,10 @@ def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
     replace(Preemption, "on_train_batch_end", on_train_batch_end)
 
 
-def noted_positions(log, num_ranks=1):
+def noted_positions(log, ranks=(0,)):
     """Return the steps that ranks have noted, in the order in which they ended, and the samples of each."""
     steps = {}
-    for rank in range(num_ranks):
+    for rank in ranks:
         times = collections.Counter()
         for line in Path(f"{log}{rank}").read_text().splitlines():
             step, positions = json.loads(line)

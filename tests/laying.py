@@ -10,16 +10,19 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dmc.config import RunConfig
 from dmc.models import retrofit
+from dmc.models.attention import Documents
 from dmc.models.build import assemble
+from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import MODEL_CONFIG, WEIGHTS, read_tensors
+from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.run import fresh_model
+from dmc.training.stages import Plan
 from dmc.training.strategies import parallelism
-from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
+from dmc.training.strategies.mesh import MeshStrategy
 
 
 def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy:
@@ -34,7 +37,7 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     if size > 1:
         if not dist.is_initialized():
             dist.init_process_group(backend)
-        strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+        strategy.make_mesh("cpu")
         strategy.parallelize(model, "")
     strategy.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)]
     return strategy
@@ -72,3 +75,57 @@ def compare_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, expected[name]), f"{folder.name}: {name}"
         assert any(name.endswith(".exp_avg") and value.any() for name, value in expected.items())
+
+
+def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Tensor, out: Path) -> None:
+    """Write the loss and the gradients of one step of each run, averaged as its strategy does, from the first rank.
+
+    Args:
+        rank: this process.
+        runs: config and step, by name; all of as many ranks.
+        texts: sequences, [N, T], of which each data parallel rank reads its share.
+        out: folder of `NAME.pt`.
+    """
+    for name, (config, step) in runs.items():
+        strategy = MeshStrategy(config)
+        num_ranks = torch.Size(strategy.mesh_shape).numel()
+        strategy.parallel_devices = [torch.device("cpu")] * num_ranks
+        strategy.cluster_environment = LightningEnvironment() if num_ranks == 1 else TorchElasticEnvironment()
+        if num_ranks > 1:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            strategy.make_mesh("cpu")
+        model = _with_strong_gates(fresh_model(config.model, 300, seed=0), config)
+        module = RetrofitModule(
+            model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
+        )
+        strategy._lightning_module = module
+        if config.distillation is not None:
+            module.teacher = Teacher(fresh_model(config.model, 300, seed=1), "", config.distillation.temperature)
+        module.configure_model()
+        own = torch.arange(len(texts)).chunk(num_ranks // config.trainer.devices_per_sequence)
+        rows = own[rank // config.trainer.devices_per_sequence]
+        starts = torch.rand(texts.shape, generator=torch.Generator().manual_seed(1)) < 0.1
+        starts[:, 0] = True
+        documents = Documents.from_starts(starts[rows]) if config.training.document_masking else None
+        loss = module.loss_at(step, {"input_ids": texts[rows], "position": rows.tolist(), "documents": documents})
+        loss.backward()
+        ranks, found = Ranks.all(), {"loss": Ranks.all().averaged(loss.detach())}
+        for key, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, key
+            found[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else ranks.averaged(gradient)
+        if rank == 0:
+            torch.save(found, out / f"{name}.pt")
+
+
+def _with_strong_gates(model: Any, config: RunConfig) -> Any:
+    """Retrofit a model, its adapters not zero, so that the gates differ between heads and tokens."""
+    if config.gates is None:
+        return model
+    model = retrofit(model, config.gates)
+    torch.manual_seed(3)
+    for adapter in model.adapters():
+        torch.nn.init.normal_(adapter.weight, std=0.5)
+        torch.nn.init.normal_(adapter.bias)
+    return model

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +14,6 @@ from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.models import next_tokens, retrofit, with_token_losses
 from dmc.training.module import Teacher
 from dmc.training.strategies import build_strategy
-from dmc.training.strategies.mesh import MESH_NAMES
 
 
 def allocated_peak(work):
@@ -79,7 +77,7 @@ def write_held_and_peak(rank, config, shape, out):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     strategy = build_strategy(config)
-    strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+    strategy.make_mesh("cpu")
     out.with_suffix(f".{rank}").write_text(json.dumps(held_and_peak(config, shape, strategy)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -103,7 +101,7 @@ def rank_of(config, num_ranks):
     torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         strategy = build_strategy(config)
-        strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+        strategy.make_mesh("cpu")
         yield strategy
     finally:
         torch.distributed.destroy_process_group()

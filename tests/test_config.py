@@ -36,6 +36,17 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
         ),
         ("training.learning_rte", 1, "unknown setting training.learning_rte: did you mean 'learning_rate'"),
         ("trainer", {"tensor_parallel_size": 2}, "size=2 needs trainer.strategy=fsdp2 or hsdp, not auto"),
+        ("trainer", {"context_parallel_size": 2}, "size=2 needs trainer.strategy=ddp or fsdp2 or hsdp, not auto"),
+        (
+            "trainer",
+            {"context_parallel_size": 2, "strategy": "deepspeed_zero3"},
+            "context_parallel_size=2 needs trainer.strategy=ddp or .*, not deepspeed_zero3",
+        ),
+        (
+            "trainer",
+            {"context_parallel_size": 3, "strategy": "fsdp2"},
+            "sequence_length=4096 cannot be divided among trainer.context_parallel_size=3: use a multiple of it",
+        ),
         ("trainer", {"shard_size": 2}, "trainer.shard_size=2 needs trainer.strategy=hsdp, not auto"),
         ("trainer", {"accumulate_locally": True}, "accumulate_locally=true needs trainer.strategy=fsdp2 or hsdp, not"),
         ("trainer", {"offload_optimizer": True}, "needs trainer.strategy=deepspeed_zero1 or .*, not auto"),

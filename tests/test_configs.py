@@ -115,6 +115,8 @@ def test_loggers_and_callbacks_are_chosen_several_at_once():
     config = composed("logger=[wandb,tensorboard]", "logger.wandb.project=mine", "callbacks=[device_stats]")
     assert [*config.logger] == ["wandb", "tensorboard"] and config.logger["wandb"]["project"] == "mine"
     assert [*config.callbacks] == ["device_stats"]
+    config = composed("callbacks=[evaluation,device_stats]", "+task@callbacks.evaluation.tasks.recall=recall")
+    assert [*config.callbacks["evaluation"]["tasks"]] == ["needle", "recall"]
     config = composed("debug=profiler", "callbacks.mine._target_=module.Mine", "trainer.deterministic=true")
     assert [*config.callbacks] == ["mine"]
     assert config.trainer.lightning == {"profiler": "pytorch", "deterministic": True}

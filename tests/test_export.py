@@ -6,7 +6,7 @@ import torch
 
 import dmc.export
 from dmc import load_model
-from dmc.export import ModelCard, export
+from dmc.export import ModelCard, check_push, export, push
 from dmc.replacement import RECORD_NAME, replacement
 
 CARD = ModelCard("tiny", "base", "made-up text", {"loss": 1.25})
@@ -203,3 +203,44 @@ def test_what_a_finished_replacement_left_aside_does_not_come_back(tmp_path):
     assert list(tmp_path.iterdir()) == []
     write_model(tmp_path / "model", "2")
     assert (tmp_path / "model" / "weights").read_text() == "2"
+
+
+def test_a_folder_is_uploaded_whole_once_and_replaces_the_weights_before_it(hub, make_compressed, tmp_path):
+    card = ModelCard("tiny", "meta-llama/Llama-2-7b-hf", "text", {"achieved_ratio": 3.9}, "me/tiny-cr4")
+    folder = export(make_compressed(gates={"delay": 2}), tmp_path / "final", tokenizer=None, card=card)
+    check_push("me/tiny-cr4")
+    assert hub.files == {}
+    assert push(folder, "me/tiny-cr4") == f"{hub.url}/me/tiny-cr4/commit/{1:040}"
+    files = hub.files["me/tiny-cr4"]
+    assert hub.private == {"me/tiny-cr4": True}
+    assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    said = files["README.md"].decode()
+    assert "\nbase_model: meta-llama/Llama-2-7b-hf\n---\n" in said and 'from_pretrained("me/tiny-cr4")' in said
+    assert "method: tokens are merged (DMC, arXiv:2403.09636), after 2 tokens" in said
+    assert "compression ratio: target 4, achieved 3.90 on held-out text" in said
+    push(folder, "me/tiny-cr4")
+    assert hub.commits == 1
+    files["model-00001-of-00002.safetensors"] = files["thesis.txt"] = b"another"
+    push(export(make_compressed(seed=1), tmp_path / "other", tokenizer=None, card=card), "me/tiny-cr4")
+    assert hub.commits == 2 and "thesis.txt" in files and "model-00001-of-00002.safetensors" not in files
+
+
+def test_a_failed_upload_leaves_the_folder_and_says_how_to_go_on(hub, make_compressed, tmp_path):
+    folder = export(make_compressed(), tmp_path / "final", tokenizer=None, card=CARD)
+    hub.fails = 403, {"error": "Forbidden"}
+    with pytest.raises(OSError, match=r"final is exported but could not be uploaded \(.*403.*: `hf upload me/tiny"):
+        push(folder, "me/tiny")
+    assert load_model(folder).compression.target_ratio == 4
+
+
+def test_an_upload_that_cannot_succeed_is_refused_without_asking_the_hub(hub, monkeypatch):
+    hub.fails = 500, {}
+    with pytest.raises(ValueError, match="push_to_hub=a/b/c: Repo id must be"):
+        check_push("a/b/c")
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ValueError, match="push_to_hub=me/tiny: HF_HUB_OFFLINE is set"):
+            check_push("me/tiny")
+    monkeypatch.setattr(dmc.export, "get_token", lambda: None)
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token of the hub: log in with `hf auth"):
+        check_push("me/tiny")

@@ -48,6 +48,9 @@ ALLOWED = {
     "lm_eval": {"settings", "results", "runtime", "policies", "loading", "budget", "target", "command_line"},
     "loading": {"models"},
     "serving": {"results", "runtime", "policies", "models", "loading", "config", "ranks", "full_attention", "settings"},
+    "evaluation": {
+        *("training", "results", "runtime", "measure", "models", "compression", "data", "ranks", "settings", "target"),
+    },
     "study": {"settings", "results", "training", "data", "loading", "export", "target", "json_file"},
     "demo": {"budget", "policies", "results", "runtime"},
     "quickstart": {"training", "loading", "models", "runtime", "results", "config"},

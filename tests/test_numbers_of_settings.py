@@ -84,6 +84,7 @@ TABLE = {
     "trainer.devices": [0, -1, 1.5, "0", "-1", "0,1", "all"],
     "trainer.num_nodes": COUNT,
     "trainer.tensor_parallel_size": COUNT,
+    "trainer.context_parallel_size": COUNT,
     "trainer.shard_size": COUNT,
     "trainer.peak_teraflops": [0, -1, 1e30],
     "planner.device_memory_gib": [0, -1, 1e30],

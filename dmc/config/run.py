@@ -83,6 +83,10 @@ class RunConfig:
             yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
             yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
+        context = self.trainer.context_parallel_size
+        if training.sequence_length % context:
+            length = f"training.sequence_length={training.sequence_length}"
+            yield f"{length} cannot be divided among trainer.context_parallel_size={context}: use a multiple of it"
         ends = 0
         for lesson in facts.lessons if facts is not None else ():
             ends += lesson.sequences
@@ -101,7 +105,7 @@ class RunConfig:
 
     def _contradictions_of_gates(self, gates: CompressionConfig) -> Iterator[str]:
         training = self.training
-        held, length, cuts = gates.counted_delay + 1, training.sequence_length, self.trainer.tensor_parallel_size
+        held, length, cuts = gates.counted_delay + 1, training.sequence_length, self.trainer.devices_per_sequence
         if self.has_gates and held * self.target_ratio > length:
             yield (
                 f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
@@ -114,7 +118,8 @@ class RunConfig:
                 f"decisions={gates.decisions}: set compression.gate_input=hidden (or both) and decisions=per_head"
             )
         if training.sensitivity_init is not None and cuts > 1:
-            yield f"training.sensitivity_init with trainer.tensor_parallel_size={cuts}: use tensor_parallel_size=1"
+            sizes = "tensor_parallel_size=1 and context_parallel_size=1"
+            yield f"training.sensitivity_init with heads divided among {cuts} devices: use {sizes}"
         if training.regression_init is not None:
             wanted = {"action": "drop", "gate_input": "hidden", "decisions": "per_head", "decided_token": "own"}
             wrong = [f"{name}={getattr(gates, name)}" for name in wanted if getattr(gates, name) != wanted[name]]
@@ -124,7 +129,7 @@ class RunConfig:
             if training.sensitivity_init is not None or cuts > 1:
                 yield (
                     "training.regression_init sets the adapters of whole layers: leave out training.sensitivity_init, "
-                    "and use trainer.tensor_parallel_size=1"
+                    "and use trainer.tensor_parallel_size=1 and context_parallel_size=1"
                 )
             if self.trainer.strategy == "deepspeed_zero3":
                 yield (

@@ -17,6 +17,7 @@ Strategy = Literal["auto", "ddp", "fsdp2", "hsdp", "deepspeed_zero1", "deepspeed
 DEEPSPEED: tuple[Strategy, ...] = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 NEEDS: dict[str, tuple[Strategy, ...]] = {
     "tensor_parallel_size": ("fsdp2", "hsdp"),
+    "context_parallel_size": ("ddp", "fsdp2", "hsdp"),
     "shard_size": ("hsdp",),
     "accumulate_locally": ("fsdp2", "hsdp"),
     "offload_optimizer": DEEPSPEED,
@@ -61,6 +62,9 @@ class TrainerConfig:
     """auto: one device, or ddp on several."""
     tensor_parallel_size: Count = 1
     """Number of devices that share each layer's heads and neurons; fsdp2 and hsdp only."""
+    context_parallel_size: Count = 1
+    """Number of devices that share each sequence: every one its tokens, and in attention its heads; ddp, fsdp2 and hsdp
+    only."""
     shard_size: Count | None = None
     """Number of devices that shard weights, gradients and optimizer state; hsdp only. None: those of a node."""
     accumulate_locally: StrictBool = False
@@ -123,6 +127,11 @@ class TrainerConfig:
         """Whether DeepSpeed owns the optimizer."""
         return self.strategy in DEEPSPEED
 
+    @property
+    def devices_per_sequence(self) -> int:
+        """Number of devices that read the same sequences: they share each layer's heads."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
     def mesh(self, devices_per_node: int) -> tuple[int, int, int]:
         """Return how the devices are arranged: (copies of the weights, devices that divide one, tensor parallel size).
 
@@ -130,8 +139,11 @@ class TrainerConfig:
             ValueError: they cannot be divided so.
         """
         num_devices, tensor = devices_per_node * self.num_nodes, self.tensor_parallel_size
-        if num_devices % tensor:
-            raise ValueError(f"trainer.tensor_parallel_size={tensor} does not divide the {num_devices} devices")
+        if num_devices % self.devices_per_sequence:
+            context = f" * context_parallel_size={self.context_parallel_size}" if self.context_parallel_size > 1 else ""
+            raise ValueError(
+                f"trainer.tensor_parallel_size={tensor}{context} does not divide the {num_devices} devices"
+            )
         num_ranks = num_devices // tensor
         of_node = max(1, devices_per_node // tensor)
         shard = {"fsdp2": num_ranks, "hsdp": self.shard_size or of_node}.get(self.strategy, 1)

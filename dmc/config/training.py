@@ -204,6 +204,10 @@ class TrainingConfig:
     """Shift the decision offset at export so that the thresholded CR on held-out text meets the target."""
     calibration_sequences: Count = 64
     """Held-out sequences used to calibrate."""
+    export_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of exported weights, in which they are calibrated and measured; None: `model.dtype`."""
+    push_to_hub: str | None = None
+    """Name on the Hugging Face hub that the folder of the last step is uploaded to; None: nothing is uploaded."""
     validation_sequences: Count = 64
     """Held-out sequences in each validation."""
     validate_every_steps: Count = 1000

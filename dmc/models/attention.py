@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import delayed_masked_attention
+from dmc.ranks import ALONE, Ranks
 
 THRESHOLDED = GateMode()
 
@@ -86,6 +87,7 @@ class CompressedAttentionMixin(nn.Module):
         gate_mode: GateMode | None = None,
         gate_trace: GateTrace | None = None,
         documents: Documents | None = None,
+        context_ranks: Ranks = ALONE,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Run the attention layer as its gates decide.
@@ -99,12 +101,16 @@ class CompressedAttentionMixin(nn.Module):
             gate_mode: how the gates decide; default thresholded in eval, relaxed in training.
             gate_trace: receives this layer's decisions.
             documents: reset decisions and attention at document starts (parallel form only).
+            context_ranks: processes that divide each sequence: hidden states are those of this one's tokens, all other
+                arguments those of whole sequences; between projections and output each has some heads of all tokens.
         """
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
-        query, key, value = self.project(hidden_states, multiplier)
-        adapted = None if self.gate_adapter is None else self.gate_adapter.logits(hidden_states)
+        query, key, value = (context_ranks.exchange(each, 1, 2) for each in self.project(hidden_states, multiplier))
+        adapted = None
+        if self.gate_adapter is not None:
+            adapted = context_ranks.exchange(self.gate_adapter.logits(hidden_states), 2, 3)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
@@ -119,6 +125,7 @@ class CompressedAttentionMixin(nn.Module):
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
+        attended = context_ranks.exchange(attended, 2, 1)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
 

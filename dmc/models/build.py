@@ -76,8 +76,9 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
     return model.eval()
 
 
-def twin(model: Any) -> Any:
-    """Make a second model that shares the weights but not the settings."""
-    other = assemble(copy.deepcopy(model.config), model.state_dict())
+def twin(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """Make a second model that shares the weights, or has them in another dtype, but not the settings."""
+    weights = {name: value if dtype is None else value.to(dtype) for name, value in model.state_dict().items()}
+    other = assemble(copy.deepcopy(model.config), weights)
     other.generation_config = copy.deepcopy(model.generation_config)
     return other

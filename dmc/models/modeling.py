@@ -46,8 +46,35 @@ def refuse_attention(*_: Any, **__: Any) -> None:
     raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
 
 
+def attend_unpadded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    context_ranks: Ranks = ALONE,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
+
+    Args:
+        module: stock attention layer.
+        query: rotated queries of this rank's tokens, [B, H_q, T, D].
+        key: rotated keys, [B, H, T, D].
+        value: values, [B, H, T, D].
+        attention_mask: none.
+        context_ranks: processes that divide each sequence.
+        options: of transformers' function.
+    Returns:
+        [B, T, H_q, D], and no weights.
+    """
+    query, key, value = (context_ranks.exchange(each, 1, 2) for each in (query, key, value))
+    attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return context_ranks.exchange(attended, 1, 2), None
+
+
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)
-AttentionInterface.register(UNPADDED_ATTENTION, sdpa_attention_forward)
+AttentionInterface.register(UNPADDED_ATTENTION, attend_unpadded)
 
 
 class CompressedConfigMixin:
@@ -207,6 +234,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                     "the other; pad on the left, or pass position_ids=attention_mask.cumsum(-1) - 1 (those of "
                     "the new tokens), as generate() does"
                 )
+        if position_ids is None and self.context_ranks.size > 1:  # keys are rotated where a rank has all tokens
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # type: ignore[union-attr]
         return super().forward(
             input_ids=input_ids,
             padding_mask=None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool(),

@@ -92,11 +92,19 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
     return cuts
 
 
-def check_divides(config: Any, num_ranks: int) -> None:
-    """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly."""
-    for what in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        if (count := getattr(config, what)) % num_ranks:
-            raise ValueError(f"{what}={count} cannot be divided among {num_ranks} ranks evenly: take a divisor of it")
+def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
+    """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly.
+
+    Args:
+        config: the configuration.
+        num_ranks: tensor parallel ranks, which divide heads and neurons.
+        context_size: context parallel ranks, which divide the heads of each of those further.
+    """
+    among = {"num_key_value_heads": context_size, "num_attention_heads": context_size, "intermediate_size": 1}
+    for what, further in among.items():
+        if (count := getattr(config, what)) % (num_ranks * further):
+            ranks = f"{num_ranks} * {further}" if further > 1 else num_ranks
+            raise ValueError(f"{what}={count} cannot be divided among {ranks} ranks evenly: take a divisor of it")
 
 
 class SummedLinear(nn.Module):

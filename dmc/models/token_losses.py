@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils import ModelOutput
 
+from dmc.ranks import ALONE, Ranks
+
 IGNORED = -100
 """Target of a token that is not to be predicted, as in transformers."""
 CHUNK_ELEMENTS = 2**24
@@ -235,6 +237,10 @@ class LossHead(nn.Linear):
 class TokenLossMixin:
     """Mixed in before a stock `*ForCausalLM`: its forward can return losses without logits."""
 
+    context_ranks: Ranks = ALONE
+    """Processes that divide each sequence in a forward without logits: all get it whole, and return all of its losses;
+    each computes its own tokens. Hidden states are those of its own."""
+
     def forward(self, *args: Any, targets: Tensor | None = None, taught: Taught | None = None, **kwargs: Any) -> Any:
         """Run the stock forward, or one that makes no logits.
 
@@ -253,10 +259,17 @@ class TokenLossMixin:
         for name in ("labels", "logits_to_keep"):
             kwargs.pop(name, None)
         model: Any = self
+        ranks = self.context_ranks
+        if ranks.size > 1:
+            input_ids = kwargs.pop("input_ids") if "input_ids" in kwargs else args[0]
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            args, targets = (ranks.own(input_ids, 1), *args[1:]), None if targets is None else ranks.own(targets, 1)
+            kwargs = {"position_ids": ranks.own(positions, 1), **kwargs, "context_ranks": ranks}
         hidden = model.model(*args, **kwargs).last_hidden_state
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
-        entropy, divergence = model.lm_head(hidden, targets, taught)
+        losses = model.lm_head(hidden, targets, taught)
+        entropy, divergence = (None if each is None else ranks.join(each, 1) for each in losses)
         return TokenLosses(entropy, divergence, hidden)
 
 

@@ -16,9 +16,10 @@ from lightning import LightningModule, Trainer
 from dmc.budget import check_ratio
 from dmc.calibrate import calibrate_offset
 from dmc.config import RunConfig, TrainingConfig, build_config
-from dmc.export import ModelCard, describe, export
+from dmc.export import ModelCard, check_push, describe, export, push
 from dmc.measure import TextScore, score_text
 from dmc.models import CompressedCausalLM
+from dmc.models.build import twin
 from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
 from dmc.replacement import refuse_occupied, replacement
@@ -55,6 +56,7 @@ class Exporter(AfterStep):
     ) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self.plan, self.snapshots = Plan(config.training, config.target_ratio, config.compression), snapshots
+        self.dtype = None if config.training.export_dtype is None else getattr(torch, config.training.export_dtype)
         self._num_written = 0
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
@@ -74,6 +76,8 @@ class Exporter(AfterStep):
         """
         ranks = Ranks.all()
         self._num_written += 1
+        if self.dtype is not None and not self.strategy.exports_parts:
+            model = twin(model, self.dtype)
         compressed = isinstance(model, CompressedCausalLM)
         metrics: dict[str, Any] = {}
         if step is not None:  # optimizer steps that the model has seen
@@ -108,7 +112,8 @@ class Exporter(AfterStep):
             title += f" with {self.config.model.merge_kv_heads} KV heads"
         if compressed:
             title += f" at CR {target_ratio:g}"
-        card = ModelCard(title, base, text, metrics)
+        name = None if step is None else self.config.training.push_to_hub  # a snapshot is not uploaded
+        card = ModelCard(title, base, text, metrics, name)
         self._export(model, folder, card, overwrite, f"export {self._num_written} to {folder}")
         if trained is not None:
             model.compression = trained
@@ -134,7 +139,7 @@ class Exporter(AfterStep):
 
             with naming(folder, "what it held"):
                 ((partial,), *_) = on_every_rank(begin, writers)
-                self.strategy.write_weights(model, partial)
+                self.strategy.write_weights(model, partial, self.dtype)
                 on_every_rank(lambda: describe_whole(partial), writers)
             on_every_rank(stack.close, writers)
 
@@ -180,6 +185,7 @@ def export_checkpoint(
     use_previous_checkpoint: bool = False,
     trust_run: bool = False,
     device: str | None = None,
+    push_to_hub: str | None = None,
 ) -> Path:
     """Export the last checkpoint of a run, finished or not.
 
@@ -188,19 +194,25 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
-        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences.
+        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences,
+            export_dtype.
         use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
+        push_to_hub: name on the hub to upload the folder to; None: nothing is uploaded, whatever the run says.
     Raises:
         FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
+        OSError: it could not be written, or not be uploaded.
     """
     refuse_occupied(output, overwrite, [run_folder])
+    if push_to_hub is not None:
+        check_push(push_to_hub)
     if device is not None:
         check_device(device)
     config = read_foreign_config(run_folder, trust_run)
-    training = build_config(TrainingConfig, dataclasses.asdict(config.training) | dict(measured))
+    changes = {**measured, "push_to_hub": push_to_hub}
+    training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
     model, step = load_last_model(run_folder, use_previous_checkpoint)
@@ -208,4 +220,6 @@ def export_checkpoint(
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
     model.to(roomy_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)
+    if push_to_hub is not None:
+        logger.info("uploaded to %s", push(output, push_to_hub))
     return output

@@ -32,14 +32,15 @@ MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
     "data.tokenize_num_proc", "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
-    "training.hang_timeout_minutes", "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
+    "training.hang_timeout_minutes", "training.push_to_hub",
+    "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
-    "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size",
+    "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size", "trainer.context_parallel_size",
 )  # fmt: skip
 """Settings that may change between the starts of a run, because they do not change the results."""
 MEASURED = (
     "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
-    "training.validate_every_steps", "training.validation_sequences",
+    "training.export_dtype", "training.validate_every_steps", "training.validation_sequences",
 )  # fmt: skip
 """Settings of measurement and export, not of training: a run may resume with others, which are recorded."""
 OF_A_BRANCH = (

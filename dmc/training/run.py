@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
 from dmc.config import ModelConfig, RunConfig
-from dmc.export import METRICS_NAME, is_final
+from dmc.export import METRICS_NAME, check_push, is_final, push
 from dmc.models import retrofit
 from dmc.replacement import refuse_occupied
 from dmc.target import build_targets
@@ -129,7 +129,7 @@ def _alone_in(folder: Path) -> Iterator[threading.Event]:
 
 
 def train(config: RunConfig) -> TrainedRun:
-    """Train, validate, snapshot, calibrate and export one run.
+    """Train, validate, snapshot, calibrate and export one run, and upload it if `training.push_to_hub` says so.
 
     A finished run is returned unchanged; an unfinished one resumes at the step after its last checkpoint, with the same
     data order and noise, and one with `training.branch_from` begins at that milestone of another run. With several
@@ -140,10 +140,22 @@ def train(config: RunConfig) -> TrainedRun:
             other settings, or a damaged or foreign checkpoint.
         ClaimedError: another process trains the run.
         FileExistsError: other files are in the way of an exported model.
-        OSError: a checkpoint or a model could not be written; the one before it stays.
+        OSError: a checkpoint or a model could not be written; the one before it stays. Or the model could not be
+            uploaded.
         PreemptedError: a signal stopped the run; its state is saved.
         NonFiniteError: too many steps in a row had a loss or gradient that is not finite; the state is saved.
     """
+    repository = config.training.push_to_hub
+    if repository is not None:
+        check_push(repository)
+    run = _train(config)
+    if repository is not None and is_rank_zero():  # what the hub has already is not uploaded again
+        logger.info("uploaded to %s", push(run.final, repository))
+    return run
+
+
+def _train(config: RunConfig) -> TrainedRun:
+    """Train and export, or return the finished run."""
     folder = Path(config.output_dir)
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios) if config.has_gates else ()
@@ -272,5 +284,5 @@ def _build_trainer(
         further = "".join(f", {name}={value}" for name, value in settings.lightning.items())
         given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
         raise ValueError(f"trainer.{given}: {error}") from error
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.tensor_parallel_size)
+    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.devices_per_sequence)
     return trainer

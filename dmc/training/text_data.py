@@ -161,7 +161,7 @@ class TextData(LightningDataModule):
     def _micro_batches(self) -> DataLoader[dict[str, Any]] | StreamLoader:
         training, trainer = self.config.training, self.trainer
         assert trainer is not None
-        cuts = self.config.trainer.tensor_parallel_size  # ranks that share each layer read the same text
+        cuts = self.config.trainer.devices_per_sequence  # neighbors read the same text
         options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
         rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
         if self.config.data.streaming:  # Lightning restores the loader's own state

@@ -58,6 +58,7 @@ def collectives_of(config, rank):
         *(pytest.param(name, [], id=name) for name in SHARDED),
         pytest.param("llama2_70b_cr2", ["trainer.tensor_parallel_size=8"], id="llama2_70b_cr2, cut heads"),
         pytest.param("llama2_13b_cr2", ["trainer.strategy=hsdp"], id="llama2_13b_cr2, copies"),
+        pytest.param("llama2_13b_cr2", ["trainer.context_parallel_size=8"], id="llama2_13b_cr2, contexts"),
     ],
 )
 def test_every_rank_of_an_experiment_enters_the_same_collectives(name, options):

@@ -157,6 +157,7 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
     "trainer",
     [
         {"strategy": "ddp"}, {"strategy": "fsdp2", "tensor_parallel_size": 2},
+        {"strategy": "fsdp2", "context_parallel_size": 2},
         {"strategy": "deepspeed_zero3"},
         {"strategy": "deepspeed_zero1", "precision": "bf16-mixed"},
     ],
@@ -164,7 +165,7 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
 )  # fmt: skip
 def test_two_ranks_train_an_adapter_with_the_teacher_as_one_does(recipe, trainer, corpus, tmp_path):
     recipe["compression"]["gate_input"] = "both"
-    heads_are_cut = "tensor_parallel_size" in trainer
+    heads_are_cut = not trainer.keys().isdisjoint({"tensor_parallel_size", "context_parallel_size"})
     if not heads_are_cut:
         recipe["training"]["sensitivity_init"] = {"sequences": 2}
     alone = trained(recipe, corpus / f"adapter {heads_are_cut}")  # once for all that are compared with it
@@ -208,6 +209,7 @@ def test_the_weight_integrates_the_relative_excess():
                 {"devices": 2, "strategy": "ddp"},
                 {"devices": 2, "strategy": "fsdp2", "accumulate_locally": True},
                 {"devices": 2, "strategy": "fsdp2", "tensor_parallel_size": 2},
+                {"devices": 2, "strategy": "ddp", "context_parallel_size": 2},
                 {"devices": 4, "strategy": "hsdp", "shard_size": 2},
             )
         ),

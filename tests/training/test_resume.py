@@ -86,7 +86,7 @@ def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path
             train(build_config(RunConfig, values))
         assert ranks.join() == [EXIT_PREEMPTED] * 2, log.read_text()[-4000:]
     train_part(values, 2)
-    assert noted_positions(tmp_path / "positions", num_ranks=2) == WHOLE
+    assert noted_positions(tmp_path / "positions", ranks=range(2)) == WHOLE
 
 
 def contents(run):

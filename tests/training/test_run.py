@@ -8,6 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dmc.compression import GateMode, GateTrace
 from dmc.config import RunConfig, build_config
+from dmc.measure import score_text
 from dmc.models import CompressedCausalLM, load_model
 from dmc.study import StudyRun, collect
 from dmc.training import PreemptedError, export_checkpoint, train
@@ -91,7 +92,15 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert (
         run.metrics(plain)["validation_loss_nats_per_token"] != run.metrics(run.final)["validation_loss_nats_per_token"]
     )
-    run_values["training"] |= {"calibrate": False, "validation_sequences": 2}
+    half = export_checkpoint(run.folder, tmp_path / "half", measured={"export_dtype": "bfloat16"})
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = load_model(half, dtype="auto")
+    assert all(torch.equal(value, one.state_dict()[name].bfloat16()) for name, value in rounded.state_dict().items())
+    data = TextData(run_config, build_tokenizer(run_config.data, run_config.model), total_steps=1)
+    score = score_text(rounded, data.held_out("validation"))  # what the folder says of itself is what it does
+    assert run.metrics(half)["validation_loss_nats_per_token"] == pytest.approx(score.loss, rel=1e-6)
+    assert run.metrics(half)["achieved_ratio"] == pytest.approx(score.achieved_ratio, rel=1e-6)
+    run_values["training"] |= {"calibrate": False, "validation_sequences": 2, "export_dtype": "bfloat16"}
     run_values["data"]["calibration"] = run_values["data"]["validation"]
     train(other := build_config(RunConfig, run_values))
     assert read_config(run.folder) == run_config  # with which it was exported
@@ -342,3 +351,24 @@ def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeyp
 def test_noise_seeds_differ_by_run_and_position():
     assert noise_seeds(0, [3, 4]) == [3, 4]
     assert len(set(noise_seeds(1, [*range(50)]) + noise_seeds(2, [*range(50)]))) == 100
+
+
+def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run_values, hub, monkeypatch, tmp_path):
+    run_values["training"] |= {"snapshot_ratios": [2.0], "stages": {"retrofit": {"steps": 4}}}
+    folder = train(build_config(RunConfig, run_values)).folder
+    assert hub.files == {}
+    run_values["training"]["push_to_hub"] = "me/tiny"  # of a finished run: the same command, with this
+    config = build_config(RunConfig, run_values)
+    assert train(config).folder == folder
+    (name, files), *others = hub.files.items()
+    assert name == "me/tiny" and others == []
+    assert files == {path.name: path.read_bytes() for path in (folder / "final").iterdir()}
+    export_checkpoint(folder, tmp_path / "here")
+    assert hub.commits == 1
+    export_checkpoint(folder, tmp_path / "there", push_to_hub="me/other")
+    assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
+    monkeypatch.setattr("dmc.export.get_token", lambda: None)
+    fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
+        train(fresh)
+    assert not (tmp_path / "fresh").exists()

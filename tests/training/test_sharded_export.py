@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from export_faults import fail_to_complete, fail_to_describe, fail_to_join, fill_disk, kill_while_writing
 from launching import Ranks, train_ranks
 
 from dmc.models import load_model
 from dmc.replacement import replacement
+from dmc.training import export_checkpoint
 
 
 @pytest.fixture
@@ -24,6 +26,19 @@ def test_a_folder_of_any_name_is_exported_to(sharded, tmp_path):
     sharded["output_dir"] = str(tmp_path / "[a]" / "what?" / "*")
     train_ranks(sharded, 2, tmp_path / "log")
     assert load_model(Path(sharded["output_dir"]) / "final").compression.target_ratio == 4
+
+
+def test_bfloat16_folders_of_a_float32_run_are_the_same_from_parts_and_from_a_whole_model(sharded, tmp_path):
+    sharded["training"] |= {"export_dtype": "bfloat16"}
+    train_ranks(sharded, 2, tmp_path / "log")
+    run = Path(sharded["output_dir"])
+    assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+    parts = load_model(run / "final", dtype="auto").state_dict()
+    again = load_model(export_checkpoint(run, tmp_path / "again"), dtype="auto").state_dict()
+    exact = export_checkpoint(run, tmp_path / "exact", measured={"export_dtype": "float32"})
+    for name, value in load_model(exact, dtype="auto").state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(parts[name], value.bfloat16()) and torch.equal(again[name], parts[name]), name
 
 
 FAULTS = (

@@ -95,6 +95,7 @@ LAYOUTS = {
     "fsdp2 on 3": (3, {"strategy": "fsdp2"}),
     "hsdp on 4": (4, {"strategy": "hsdp", "shard_size": 2}),
     "tp on 2": (2, {"strategy": "fsdp2", "tensor_parallel_size": 2}),
+    "contexts on 4": (4, {"strategy": "fsdp2", "context_parallel_size": 2}),
 }
 """Devices and settings of every way to lay a model over them but DeepSpeed's."""
 ZERO = {
@@ -128,7 +129,7 @@ def test_hsdp_divides_gradients_of_each_micro_batch_and_sums_its_copies_once_a_s
 CHAIN = {
     "auto": (12, (2, 0)), "ddp on 2": (3, (3, 1)), "zero1 on 2": (2, (4, 1)), "fsdp2 on 2": (6, (5, 0)),
     "zero2 on 3": (1, (6, 1)), "fsdp2 on 3": (2, (7, 1)), "zero3 on 2": (3, (8, 1)), "hsdp on 4": (1, (9, 1)),
-    "tp on 2": (4, (10, 0)),
+    "tp on 2": (4, (10, 0)), "contexts on 4": (2, (11, 1)),
 }  # fmt: skip
 """For each layout the micro-batch, and where it is told to stop: whole steps, and micro-batches of the next."""
 
@@ -142,14 +143,15 @@ def test_a_run_is_told_to_stop_and_goes_on_at_every_layout_with_the_same_samples
     for layout, (micro_batch_size, stop) in [*CHAIN.items(), ("auto", (2, None))]:
         values["training"]["micro_batch_size"] = micro_batch_size
         part = dict(values, output_dir=str(folder), trainer=trainer_of(values, layout))
-        count, cuts = (LAYOUTS | ZERO)[layout][0], part["trainer"].get("tensor_parallel_size", 1)
+        count = (LAYOUTS | ZERO)[layout][0]
+        cuts = part["trainer"].get("tensor_parallel_size", 1) * part["trainer"].get("context_parallel_size", 1)
         positions = tmp_path / f"positions {layout} from {begin} of rank "
         with Ranks(part, count, log, partial(note_positions, log=positions, stop=stop, on_rank=count - 1)) as ranks:
             code = EXIT_PREEMPTED if stop else 0
             assert ranks.join() == [code] * count, f"{layout}\n{log.read_text()[-4000:]}"
         end = stop[0] if stop else STEPS
         expected = [(step, list(range(12 * step, 12 * step + 12))) for step in range(begin, end)]
-        assert noted_positions(positions, count // cuts) == expected
+        assert noted_positions(positions, range(0, count, cuts)) == expected
         begin = end
     assert_same_losses(whole, folder)
     assert_same_folder(whole / "final", folder / "final")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -22,7 +21,7 @@ from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
-from dmc.training.strategies.mesh import MESH_NAMES, MeshStrategy
+from dmc.training.strategies.mesh import MeshStrategy
 
 
 class FakeStep:
@@ -47,7 +46,7 @@ class FakeStep:
         if config.distillation is not None:
             teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
             self.module.teacher = Teacher(teacher, "", config.distillation.temperature)
-        if strategy.holds_parts:
+        if torch.Size(strategy.mesh_shape).numel() > 1:
             # Meshes of several dimensions are cut by reading them.
             with nullcontext() if strategy.num_copies == strategy.mesh_shape[2] == 1 else unset_fake_temporarily():
                 strategy.parallelize(self.module.model, "")
@@ -99,7 +98,7 @@ def fake_step(
         if num_ranks > 1:
             dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
-            strategy._device_mesh = init_device_mesh("cpu", strategy.mesh_shape, mesh_dim_names=MESH_NAMES)
+            strategy.make_mesh("cpu")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if watch is not None:
             stack.enter_context(watch)

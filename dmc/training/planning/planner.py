@@ -69,6 +69,7 @@ class TrainingPlan:
     num_devices: int
     data_parallel_size: int
     tensor_parallel_size: int
+    context_parallel_size: int
     device: Device
     memory: Memory
     """Memory of each rank."""
@@ -119,7 +120,9 @@ def _advice(largest: str, config: RunConfig) -> str:
         return "a larger trainer.tensor_parallel_size with trainer=fsdp2, or more memory for each device"
     if largest in ("activations", "sums and temporaries") and not config.training.activation_checkpointing:
         return "training.activation_checkpointing=true, or a smaller training.micro_batch_size"
-    return "a smaller training.micro_batch_size or sequence_length, or trainer.tensor_parallel_size with fsdp2"
+    return (
+        "a smaller training.micro_batch_size or sequence_length, or a larger trainer.context_parallel_size with fsdp2"
+    )
 
 
 def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
@@ -131,7 +134,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     """
     trainer, training = config.trainer, config.training
     num_local = devices_per_node(config)
-    num_devices, cuts = num_local * trainer.num_nodes, trainer.tensor_parallel_size
+    num_devices, cuts = num_local * trainer.num_nodes, trainer.devices_per_sequence
     check_start(config, num_local)
     model = model_shape(config)
     micro_batches = training.accumulation(num_devices // cuts)
@@ -156,7 +159,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         strategy=trainer.strategy,
         num_devices=num_devices,
         data_parallel_size=num_devices // cuts,
-        tensor_parallel_size=cuts,
+        tensor_parallel_size=trainer.tensor_parallel_size,
+        context_parallel_size=trainer.context_parallel_size,
         device=device,
         memory=memory,
         host_bytes=num_local * memory.cpu + copies * stored * memory.num_weights,
@@ -187,6 +191,8 @@ def plan_table(plan: TrainingPlan) -> str:
     """Format a plan as text."""
     device, memory = plan.device, plan.memory
     spread = f"{plan.data_parallel_size} data parallel x {plan.tensor_parallel_size} tensor parallel"
+    if plan.context_parallel_size > 1:
+        spread += f" x {plan.context_parallel_size} context parallel"
     lines = [
         f"{plan.model}: {plan.num_weights:,} weights; {plan.strategy} on {plan.num_devices} x {device.name}, {spread}",
         f"memory of each rank in GiB at its peak, {memory.peak}:",

@@ -31,7 +31,7 @@ def check_start(config: RunConfig, num_local: int) -> None:
     """
     trainer, training, data = config.trainer, config.training, config.data
     num_copies, shard_size, tensor_size = trainer.mesh(num_local)
-    num_ranks = num_copies * shard_size
+    num_ranks = num_copies * shard_size // trainer.context_parallel_size
     training.accumulation(num_ranks)
     Plan(training, config.target_ratio, config.compression)
     for split in ("train", "validation", "calibration", "test"):
@@ -46,8 +46,8 @@ def check_start(config: RunConfig, num_local: int) -> None:
     model = model_shape(config, with_vocabulary=False)
     if config.gates is not None:
         check_retrofit(model, config.gates)
-    if tensor_size > 1:
-        check_divides(model, tensor_size)
+    if trainer.devices_per_sequence > 1:
+        check_divides(model, tensor_size, trainer.context_parallel_size)
     if training.sequence_length > model.max_position_embeddings:
         logger.warning(
             "training.sequence_length=%d is beyond the %d positions that the model knows (max_position_embeddings)",

@@ -1,4 +1,8 @@
-"""One mesh of devices, (replicate, shard, tensor): one device, data parallelism, FSDP2, HSDP, tensor parallelism."""
+"""One mesh of devices, (replicate, shard, tensor): one device, data parallelism, FSDP2, HSDP, tensor parallelism.
+
+Context parallelism divides sequences, whatever the mesh of the weights: gradients are averaged over all copies and
+shards, where neighbors have other tokens of one sequence in place of other sequences.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -50,6 +54,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
     and gradients on their way are bfloat16 in bf16-mixed, the parts, the sums of gradients and the optimizer float32.
     Gradients are divided among the ranks of a copy after each micro-batch, and summed over the copies once a step.
 
+    Ranks that divide a sequence, or its heads, are neighbors. With both, each layer's heads are cut among the tensor
+    parallel ranks, and the part of each among those that divide the sequence, which are next to each other.
+
     Raises:
         ValueError: the devices cannot be divided as asked.
     """
@@ -76,7 +83,17 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             ParallelStrategy.setup_environment(self)
             return
         self._setup_distributed()
-        self._device_mesh = init_device_mesh(self.root_device.type, self.mesh_shape, mesh_dim_names=MESH_NAMES)
+        self.make_mesh(self.root_device.type)
+
+    def make_mesh(self, device_type: str) -> None:
+        """Make the mesh of the weights, and the groups of ranks that read the same sequences."""
+        trainer = self.run_config.trainer
+        context, tensor = trainer.context_parallel_size, trainer.tensor_parallel_size
+        places = torch.arange(torch.Size(self.mesh_shape).numel()).view(-1, tensor, context)
+        places = places.transpose(1, 2).reshape(self.mesh_shape)
+        self._device_mesh = DeviceMesh(device_type, places, mesh_dim_names=MESH_NAMES)
+        self.context_ranks = Ranks.neighbors(context, context)
+        self.head_ranks = self.context_ranks if tensor == 1 else Ranks.neighbors(context * tensor, context)
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model in DistributedDataParallel if each rank has a copy."""
@@ -110,7 +127,15 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         model.set_is_last_backward(True)
 
     def parallelize(self, model: Any, path: str) -> None:
-        """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's own part."""
+        """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's own part.
+
+        Raises:
+            ValueError: heads or neurons cannot be divided evenly.
+        """
+        trainer = self.run_config.trainer
+        if trainer.devices_per_sequence > 1:
+            check_divides(model.config, trainer.tensor_parallel_size, trainer.context_parallel_size)
+            model.ranks, model.context_ranks = self.head_ranks, self.context_ranks
         if not self.holds_parts:
             return
         mesh = self.device_mesh
@@ -178,13 +203,7 @@ def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model.
-
-    Raises:
-        ValueError: they cannot be divided evenly.
-    """
-    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-    check_divides(model.config, ranks.size)
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model."""
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
@@ -193,4 +212,3 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     for pattern, name in model.config.base_model_tp_plan.items():
         if name in styles:
             parallelize_module(model.model, mesh, {pattern: styles[name]})
-    model.ranks = ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import shutil
 from collections import defaultdict
@@ -91,9 +92,8 @@ class Parallelism:
 
     def parallelize_teacher(self, model: Any, path: str) -> None:
         """Divide it as the model, or bring it to the device: Lightning does not know it."""
-        if self.holds_parts:
-            self.parallelize(model, path)
-        else:
+        self.parallelize(model, path)
+        if not self.holds_parts:
             model.to(self.root_device)
 
     def revision_of(self, path: str) -> str | None:
@@ -173,18 +173,23 @@ class Parallelism:
         """Name every weight of a model once, each as the part that this rank holds; called by all ranks."""
         return {name: value.detach() for name, value in weights_of(model).items()}
 
-    def write_weights(self, model: Any, folder: Path) -> None:
+    def write_weights(self, model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
 
         The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
         holds its parts twice. Called by all ranks.
 
+        Args:
+            model: the model.
+            folder: exists, and all ranks see it.
+            dtype: of the written weights; None: as they are.
         Raises:
             CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
                 ranks.
             RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
         """
-        weights, group = self.weights(model), self.writers.group
+        weights = {name: each if dtype is None else each.to(dtype) for name, each in self.weights(model).items()}
+        group = self.writers.group
         options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
         split = split_state_dict_into_shards_factory(
             weights,
@@ -204,9 +209,10 @@ class Parallelism:
             if len(files) == 1:
                 next(folder.glob("model-*.safetensors")).rename(folder / SINGLE_NAME)
                 (folder / INDEX_NAME).unlink()
-            dtype = next(iter(weights.values())).dtype
-            model.config.update({"dtype": dtype, "architectures": [type(model).__name__.removeprefix("FSDP")]})
-            model.config.save_pretrained(folder)
+            config = copy.deepcopy(model.config)
+            written, name = next(iter(weights.values())).dtype, type(model).__name__.removeprefix("FSDP")
+            config.update({"dtype": written, "architectures": [name]})
+            config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
 
         distributed_checkpoint.save(weights, storage_writer=writer, **options)

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters, Init
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
@@ -23,8 +32,13 @@ from dmc.training.strategies.parallelism import Parallelism, no_states
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's states of each weight beside its counter of steps."""
-FLAT_WEIGHTS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-"""Where DeepSpeed's optimizers keep this rank's float32 weights: of ZeRO-3, of ZeRO-1 and 2, of ZeRO-1 in bfloat16."""
+FLAT_WEIGHTS = {
+    "fp32_partitioned_groups_flat": None,
+    "single_partition_of_fp32_groups": "bit16_groups",
+    "fp32_groups_flat_partition": "bf16_groups",
+}
+"""Where DeepSpeed's optimizers keep this rank's float32 weights, and the parameters that share each with its states: of
+ZeRO-3, which needs no link between them, of ZeRO-1 and 2, and of ZeRO-1 in bfloat16."""
 
 
 class ZeroStrategy(Parallelism, DeepSpeedStrategy):
@@ -93,20 +107,21 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
     def gradient_norm(self, module: LightningModule) -> Tensor:
         """See `Parallelism`."""
         engine: Any = module.trainer.model
-        return torch.tensor(torch.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm()))
+        return torch.tensor(float(engine.get_global_grad_norm()) if engine.was_step_applied() else torch.inf)
 
     def weights(self, model: Any) -> dict[str, Any]:
         """See `Parallelism`: rows of the optimizer's float32 weights, not of the copies of bf16-mixed."""
         return {name: self._own_rows(safe_get_full_fp32_param(each)) for name, each in weights_of(model).items()}
 
-    def _setup_model_and_optimizer(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def init_deepspeed(self) -> None:
+        """Make the engine; RoPE's frequencies stay float32 whatever DeepSpeed casts."""
+        model = self.lightning_module
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        engine_and_optimizer = super()._setup_model_and_optimizer(model, *arguments, **options)
+        super().init_deepspeed()
         for name, buffer in model.named_buffers():
-            if name in buffers:  # RoPE's frequencies stay float32 whatever DeepSpeed casts
+            if name in buffers:
                 buffer.data = buffers[name].to(buffer.device)
-        engine_and_optimizer[0].optimizer.check_grad_overflow = True  # by itself DeepSpeed looks in float16 only
-        return engine_and_optimizer
+        self._zero.check_grad_overflow = True  # by itself DeepSpeed does not look in float32
 
     def backward(self, closure_loss: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Leave the loss as Lightning has divided it by the accumulated micro-batches: DeepSpeed would do so again."""
@@ -114,10 +129,11 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
 
     def tensors(self) -> dict[str, Any]:
         """See `Parallelism`: of each weight and state some rows, which DeepSpeed gathers for it one by one."""
-        states, zero = self._states(), self._zero
-        if self.zero_stage < 3 and states:
-            zero._hp_optimizer_states_linked = False  # by itself DeepSpeed links them once the first group has some
-            zero._lazy_init_hp_params_optimizer_state()
+        states = self._states()
+        flat_weights, groups = self._flat_weights()
+        if groups is not None and states:  # by itself DeepSpeed links them once the first group has some
+            for parameters, weight in zip(groups, flat_weights, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, weight, self._zero.optimizer.state)
         model = self.lightning_module.model
         tensors = {f"{WEIGHTS}{name}": rows for name, rows in self.weights(model).items()}
         for name, parameter in weights_of(model).items():
@@ -129,9 +145,8 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
 
     def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
         """See `Parallelism`."""
-        zero = self._zero
-        for weight in next(getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)):
-            zero.optimizer.state[weight] = no_states(weight.detach())
+        for weight in self._flat_weights()[0]:
+            self._zero.optimizer.state[weight] = no_states(weight.detach())
         tensors = self.tensors()
         read(tensors)
         names = weights_of(self.lightning_module.model)
@@ -152,6 +167,12 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         """Return AdamW's states, of flat weights; none before the first step."""
         return list(self._zero.optimizer.state.values())
 
+    def _flat_weights(self) -> tuple[list[Tensor], list[list[Tensor]] | None]:
+        """Return this rank's flat float32 weights, and the parameters of each; None where DeepSpeed links none."""
+        name = next(name for name in FLAT_WEIGHTS if hasattr(self._zero, name))
+        groups = FLAT_WEIGHTS[name]
+        return getattr(self._zero, name), None if groups is None else getattr(self._zero, groups)
+
     def _own_rows(self, whole: Tensor) -> Tensor:
         """Keep this rank's rows of a tensor in CPU memory, as a DTensor; a single rank keeps all of it."""
         ranks = self.writers
@@ -166,12 +187,17 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         """Set this rank's part of the optimizer's float32 weight, or of a state of it."""
         whole = whole.to(self.root_device, torch.float32)
         if self.zero_stage == 3:  # DeepSpeed itself cuts without the padding
-            size = parameter.ds_tensor.numel()
-            part = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
-            part = part[size * self.global_rank :][:size]
-            self._zero.set_local_hp_param(part, parameter, key)
+            size = safe_get_local_fp32_param(parameter).numel()
+            whole = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
+            part = whole[size * self.global_rank :][:size]
+            if key is None:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, key)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, whole)
         else:
-            parameter.set_full_hp_param(whole, key)
+            safe_set_full_optimizer_state(parameter, whole, key)
 
 
 def _whole(tensor: Tensor) -> Tensor:

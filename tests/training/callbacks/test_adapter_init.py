@@ -191,6 +191,7 @@ TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
         ({"gate_input": "neuron"}, MEASURED, {}, "compression.gate_input=hidden"),
         ({"gate_input": "hidden", "decisions": "per_layer"}, MEASURED, {}, "decisions=per_head"),
         ({"gate_input": "hidden"}, MEASURED, TENSOR_PARALLEL, "tensor_parallel_size=1"),
+        (FITTED, FIT, {"strategy": "ddp", "context_parallel_size": 2}, "and context_parallel_size=1"),
         (FITTED | {"action": "merge"}, FIT, {}, "regression_init with compression.action=merge"),
         (FITTED | {"gate_input": "both"}, FIT, {}, "gate_input=hidden"),
         (FITTED, FIT, {"strategy": "deepspeed_zero3"}, r"regression_init with trainer\.strategy=deepspeed_zero3"),

@@ -122,6 +122,7 @@ def test_a_teacher_is_planned_with_its_weights_its_logits_and_its_work():
         pytest.param(4, {"trainer__strategy": "hsdp", "trainer__shard_size": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"trainer__accumulate_locally": True}, marks=pytest.mark.slow),
         pytest.param(2, {"trainer__tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        (2, {"trainer__context_parallel_size": 2}),
     ],
     ids=str,
 )
@@ -205,6 +206,16 @@ def test_tensor_parallelism_divides_layers_and_repeats_the_rest():
     held = 4 * (outside + (found.num_weights - outside) / 2)
     assert found.memory.components["weights"] == pytest.approx(held, rel=1e-3)
     assert found.num_weights == plan(gpus()).num_weights
+
+
+def test_context_parallelism_divides_activations_and_nothing_else_of_sharded_weights():
+    def components(**changes):
+        config = gpus(trainer__devices=4, trainer__strategy="fsdp2", training__batch_size=4, **changes)
+        return plan(config).memory.components
+
+    whole, halves = components(), components(trainer__context_parallel_size=2)
+    assert {name: halves[name] for name in STATE_NAMES} == {name: whole[name] for name in STATE_NAMES}
+    assert halves["activations"] == pytest.approx(whole["activations"] / 2, rel=0.1)
 
 
 def test_offloaded_states_move_to_the_host():

@@ -78,6 +78,20 @@ REFUSED = [
         },
         "num_key_value_heads=2 cannot be divided among 4 ranks evenly",
     ),
+    (
+        {"trainer.strategy": "fsdp2", "trainer.context_parallel_size": 2, "trainer.devices": 3},
+        "tensor_parallel_size=1 [*] context_parallel_size=2 does not divide the 3 devices",
+    ),
+    (
+        {
+            "trainer.strategy": "fsdp2",
+            "trainer.context_parallel_size": 2,
+            "trainer.tensor_parallel_size": 2,
+            "trainer.devices": 4,
+            "model.fresh.head_dim": 8,
+        },
+        r"num_key_value_heads=2 cannot be divided among 2 \* 2 ranks evenly",
+    ),
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
     ({"model.fresh.model_type": "gpt2"}, "gpt2 cannot be retrofitted: expected a causal LM of one of llama"),
     (

@@ -1,0 +1,92 @@
+"""A Hugging Face hub on this machine, as far as uploads of small files need one."""
+
+import base64
+import contextlib
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class FakeHub:
+    """Keeps repositories in memory: `files` of each, and whether it is private."""
+
+    def __init__(self):
+        self.files, self.private, self.commits, self.fails, self.url = {}, {}, 0, None, ""
+
+    def answer(self, method, path, body):
+        """Return the status and the JSON of a request."""
+        if self.fails is not None:
+            return self.fails
+        kind, _, place = path.removeprefix("/api/").partition("/")
+        if path == "/api/repos/create":
+            values = json.loads(body)
+            name = f"{values['organization']}/{values['name']}"
+            known = name in self.files
+            if not known:
+                self.files[name], self.private[name] = {}, values.get("visibility") == "private"
+            return 409 if known else 200, {"url": f"{self.url}/{name}", "name": name}
+        if kind == "validate-yaml":
+            return 200, {"warnings": [], "errors": []}
+        name, action = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
+        if name not in self.files:
+            return 404, {"error": path}
+        files = self.files[name]
+        if action == "preupload/main":
+            asked = [each["path"] for each in json.loads(body)["files"]]
+            found = [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in asked]
+            return 200, {"files": [each | {"oid": blob(files[each["path"]])} for each in found if each["path"] in files]
+                         + [each | {"oid": None} for each in found if each["path"] not in files]}  # fmt: skip
+        if action == "commit/main":
+            self.commits += 1
+            for each in map(json.loads, body.splitlines()):
+                if each["key"] == "file":
+                    files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
+                elif each["key"] == "deletedFile":
+                    del files[each["value"]["path"]]
+            return 200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.url}/{name}/commit/{1:040}"}
+        if action == "tree/main":
+            return 200, [
+                {"type": "file", "path": each, "size": len(files[each]), "oid": blob(files[each])} for each in files
+            ]
+        if method == "GET":
+            about = {"id": name, "sha": "1" * 40, "private": self.private[name], "tags": [], "downloads": 0, "likes": 0}
+            return 200, about | {"siblings": [{"rfilename": each} for each in files]}
+        return 404, {"error": path}
+
+
+def blob(content):
+    """Return git's hash of a file."""
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+@contextlib.contextmanager
+def serving():
+    """Serve a hub until the context ends."""
+    hub = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, values = hub.answer(self.command, self.path.split("?")[0], body)
+            content = json.dumps(values).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            hub.url = f"http://127.0.0.1:{server.server_port}"
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()

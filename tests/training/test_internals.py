@@ -1,0 +1,77 @@
+"""What is used of Lightning and DeepSpeed beside their documented interfaces: an upgrade that changes it fails here."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from cpu_deepspeed import describe_engine
+from launching import Processes
+from lightning import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ddp
+
+import dmc.training
+
+LIGHTNING = {"_configure_launcher", "_setup_distributed", "_device_mesh", "_forward_redirection", "_lightning_module"}
+"""Private names of Lightning's strategies that are called, set or overridden."""
+ENGINES = {
+    (1, "fp32"): ("single_partition_of_fp32_groups", "bit16_groups"),
+    (1, "bf16"): ("fp32_groups_flat_partition", "bf16_groups"),
+    (2, "fp32"): ("single_partition_of_fp32_groups", "bit16_groups"),
+    (2, "bf16"): ("single_partition_of_fp32_groups", "bit16_groups"),
+    (3, "fp32"): ("fp32_partitioned_groups_flat", None),
+    (3, "bf16"): ("fp32_partitioned_groups_flat", None),
+}
+"""Where each of DeepSpeed's optimizers keeps its float32 weights, and the parameters of each."""
+
+
+def private_names():
+    """Collect the private attributes that the code of training uses."""
+    files = Path(dmc.training.__file__).parent.rglob("*.py")
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    used |= {each.name for node in classes for each in node.body if isinstance(each, ast.FunctionDef)}
+    return {name for name in used if name.startswith("_") and not name.startswith("__")}
+
+
+def test_these_are_all_private_names_of_lightning_that_are_used():
+    theirs = {*dir(ModelParallelStrategy()), *dir(DeepSpeedStrategy()), *dir(Trainer(logger=False, accelerator="cpu"))}
+    assert private_names() & theirs == LIGHTNING
+
+
+@pytest.mark.parametrize("name", sorted(LIGHTNING))
+def test_lightning_has_the_strategies_private_names(name):
+    value = getattr(ModelParallelStrategy(), name)
+    if inspect.ismethod(value):
+        assert not inspect.signature(value).parameters, name
+
+
+def test_lightning_redirects_the_forward_of_ddp():
+    assert issubclass(ddp._DDPForwardRedirection, type(ddp.DDPStrategy()._forward_redirection).__mro__[1])
+
+
+def test_lightning_keeps_its_progress_under_the_names_that_are_recounted():
+    state = Trainer(logger=False, accelerator="cpu").fit_loop.state_dict()
+    counts = {"ready", "started", "processed", "completed"}
+    progress = state["epoch_loop.batch_progress"]
+    assert progress.keys() == {"total", "current", "is_last_batch"}
+    assert progress["total"].keys() == progress["current"].keys() == counts
+    assert "_batches_that_stepped" in state["epoch_loop.state_dict"]
+
+
+@pytest.mark.parametrize(("stage", "precision"), ENGINES)
+def test_deepspeed_keeps_weights_and_links_where_they_are_read(stage, precision, tmp_path):
+    log, file = tmp_path / "log", tmp_path / "found"
+    with Processes(describe_engine, (stage, precision == "bf16", file), 1, log) as processes:
+        assert processes.join() == [0], log.read_text()[-4000:]
+    weights, groups = ENGINES[stage, precision]
+    assert json.loads(file.read_text()) == {
+        "weights": [weights],
+        "they are flat, float32 and have AdamW's states": True,
+        "groups": groups,
+        "a step that is not finite is applied": False,
+        "a finite step is applied": True,
+        "shape of a weight": [3, 4],
+    }
