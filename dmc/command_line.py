@@ -40,6 +40,12 @@ OUTPUTS = ("output", "output_dir")
 """Settings that name a folder to write to in every script that has them."""
 FLAGS = ("overwrite", "trust_run", "use_previous_checkpoint", "control")
 """Settings that are true or false in every script that has them."""
+ON_DEVICES = ("train", "compare", "serve", "benchmark", "generate", "export", "replay")
+"""Scripts that compute on GPUs where there are any."""
+GPUS_OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS")
+"""Variables by which Slurm tells a job of its GPUs."""
+DEVICE_FILES = Path("/dev")
+"""Folder of the files `nvidia0`, `nvidia1`, ... of NVIDIA's GPUs."""
 _SHOW_STACK = "HYDRA_FULL_ERROR"
 INPUT_ERRORS = (
     ValueError,
@@ -79,6 +85,8 @@ def script(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                     raise ValueError(f"give a value for {', '.join(missing)}")
                 check_outputs(settings)
                 check_flags(settings)
+                if name in ON_DEVICES:
+                    check_torch_build(settings)
                 prepare_process()  # not in main: a launcher hands the environment of its process to jobs elsewhere
                 function(settings)
 
@@ -110,6 +118,29 @@ def check_flags(settings: Mapping[str, Any]) -> None:
     for name in FLAGS:
         if not isinstance(settings.get(name, False), bool):
             raise ValueError(f"{name}={settings[name]}: expected true or false")
+
+
+def check_torch_build(settings: Mapping[str, Any]) -> None:
+    """Refuse a Slurm job that has GPUs, and a torch that cannot use them.
+
+    Outside of Slurm, for a plan, or with an accelerator or device `cpu`, any torch will do.
+
+    Raises:
+        ValueError: its torch is a CPU build; the message says how to replace it.
+    """
+    devices = settings.get("device"), (settings.get("trainer") or {}).get("accelerator")
+    if "SLURM_JOB_ID" not in os.environ or settings.get("plan") or "cpu" in devices:
+        return
+    told = [f"{name}={os.environ[name]}" for name in GPUS_OF_JOB if os.environ.get(name) not in (None, "", "0")]
+    if not (found := [*told, *map(str, sorted(DEVICE_FILES.glob("nvidia[0-9]*")))]):
+        return
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ValueError(
+            f"this job has GPUs ({found[0]}), but torch {torch.__version__} is a build for CPUs: replace it with "
+            "`TORCH=cuda ./scripts/setup_environment.sh train,slurm`, or train on CPUs with trainer.accelerator=cpu"
+        )
 
 
 @contextmanager

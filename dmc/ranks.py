@@ -80,7 +80,7 @@ class Ranks:
             act: called on the first rank.
             store: key-value store between the ranks; None: torch.distributed's.
         Raises:
-            RuntimeError: `act` failed; the first rank raises its error instead.
+            OSError: `act` failed; the first rank raises its error instead.
         """
         if self.size == 1:
             return act()
@@ -90,7 +90,7 @@ class Ranks:
                 time.sleep(_POLL_SECONDS)
             if told := store.get(name).decode():
                 store.add(f"{name} heard", 1)
-                raise RuntimeError(f"{name} failed on the first rank: {told}")
+                raise OSError(f"{name} failed on the first rank: {told}")
             return
         try:
             act()

@@ -1,27 +1,66 @@
-# Sourced by quickstart.sh and test.sh: makes .venv in the project's root and installs the tested versions.
-# Usage: setup_environment EXTRAS    e.g. setup_environment train,dev
+#!/usr/bin/env bash
+# Makes .venv in the project's root and installs the tested versions: ./scripts/setup_environment.sh train,slurm
+# quickstart.sh and test.sh source it. TORCH=cuda or TORCH=cpu chooses the build of torch, and replaces another one; auto,
+# the default, keeps what is installed, and else takes the CUDA build where there is an nvidia-smi. The login node of a
+# cluster has none: give TORCH=cuda there.
 setup_environment() {
-    local python=${PYTHON:-python3} stamp=.venv/.installed wanted
+    local python=${PYTHON:-python3} stamp=.venv/.installed wanted installed build reason
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
         echo "error: $("$python" --version) is too old: Python >= 3.10 is needed (set PYTHON=/path/to/python)" >&2
         return 1
     }
-    wanted="$1 $(cat pyproject.toml constraints.txt | cksum)"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
+    installed=$(torch_build)
+    choose_torch "$installed" || return 1
+    wanted="$1 $(cat pyproject.toml constraints.txt | cksum)"
+    [ "$(cat "$stamp" 2>/dev/null) $installed" = "$wanted $build" ] && return 0
+    echo "torch for $build: $reason" >&2
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
-    # Torch first: without a GPU the CPU build is enough, and an unpinned torch would pull gigabytes of CUDA packages.
-    if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-        if command -v nvidia-smi >/dev/null 2>&1; then
-            .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-        else
-            local index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} from=()
-            # Where it cannot be reached, other sources may have such a build: asking it again and again helps nobody.
-            .venv/bin/python -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=10)" 2>/dev/null \
-                && from=(--extra-index-url "$index")
-            .venv/bin/python -m pip install -q --disable-pip-version-check "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
-        fi
-    fi
+    # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
+    [ "$installed" = "$build" ] || install_torch "$build" || return 1
     .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
 }
+
+# torch_build: the build of torch in .venv, cuda or cpu, without importing it; nothing if there is none.
+torch_build() {
+    .venv/bin/python -c 'import importlib.util, pathlib, runpy
+if found := importlib.util.find_spec("torch"):
+    values = runpy.run_path(str(pathlib.Path(found.origin).with_name("version.py")))
+    print("cuda" if values["cuda"] or values["hip"] else "cpu")'
+}
+
+# choose_torch INSTALLED: sets `build`, and `reason`.
+choose_torch() {
+    build=${TORCH:-auto} reason="TORCH=${TORCH:-auto}"
+    case $build in
+        cpu | cuda) return 0 ;;
+        auto) ;;
+        *) echo "error: TORCH=$build: expected cpu, cuda or auto" >&2 && return 1 ;;
+    esac
+    if [ -n "$1" ]; then
+        build=$1 reason="it is installed (TORCH=cpu or TORCH=cuda replaces it)"
+    elif command -v nvidia-smi >/dev/null 2>&1; then
+        build=cuda reason="there is an nvidia-smi"
+    else
+        build=cpu reason="there is no nvidia-smi here (TORCH=cuda for jobs on other nodes that have GPUs)"
+    fi
+}
+
+# install_torch BUILD
+install_torch() {
+    local index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu} from=()
+    # Where it cannot be reached, other sources may have such a build: asking it again and again helps nobody.
+    if [ "$1" = cpu ] && .venv/bin/python -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=10)" 2>/dev/null
+    then
+        from=(--extra-index-url "$index")
+    fi
+    .venv/bin/python -m pip uninstall -q -y torch 2>/dev/null || true # pip would take one build for the other
+    .venv/bin/python -m pip install -q --disable-pip-version-check "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    cd "$(dirname "$0")/.."
+    setup_environment "${1:-train,slurm}"
+fi

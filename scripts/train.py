@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dmc.command_line import script
+from dmc.command_line import INPUT_ERRORS, script
+
+EXIT_CRASHED = 70
+"""Exit code after a failure of the machine, as of a GPU, of NCCL or for want of memory: another start may go on."""
 
 
 @script("train")
@@ -30,6 +34,11 @@ def main(settings: DictConfig) -> None:
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)
+    except (RuntimeError, MemoryError) as error:  # what torch raises
+        if isinstance(error, INPUT_ERRORS) or HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise
+        traceback.print_exc()
+        sys.exit(EXIT_CRASHED)
     print(f"exported {run.final}")
 
 

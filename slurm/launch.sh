@@ -37,9 +37,9 @@ requeue_before_the_limit() {
     requeue
 }
 
-# train_on_all_tasks FOLDER SETTING...: one rank per task; what each prints goes to FOLDER/ranks/JOB-RANK.log. SIGUSR1,
-# which Slurm sends to this shell before the limit, is passed on; then the job is requeued, unless the run is done.
-train_on_all_tasks() {
+# start_ranks FOLDER SETTING...: one rank per task, in the background, as process `step`. What each prints goes to
+# FOLDER/ranks/JOB-RANK.log, and what srun says of them to the file `said`.
+start_ranks() {
     local folder=$1
     shift
     export_rendezvous
@@ -47,11 +47,62 @@ train_on_all_tasks() {
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST," \
         "CPUs per node: $SLURM_JOB_CPUS_PER_NODE: $folder"
-    local told="" timer="" status=0
+    said=$folder/ranks/$SLURM_JOB_ID-srun.log
     srun --kill-on-bad-exit=1 --open-mode=append --output="$folder/ranks/%j-%t.log" "${SRUN_OPTIONS[@]}" \
         python -u scripts/train.py "$@" output_dir="$folder" \
-        trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" &
-    local step=$!
+        trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" 2>"$said" &
+    step=$!
+}
+
+# first_failure FILE: what srun reported first, such as "node1: task 3: Killed"; nothing if it reported no rank.
+first_failure() {
+    sed -nE 's/^srun: error: (.*: tasks? [0-9].*|Node failure.*)$/\1/p' "$1" | head -n 1
+}
+
+# is_refused FILE: a rank ended with status 1, as after wrong settings: another start would end like this one.
+is_refused() {
+    grep -qE ': tasks? [0-9,-]+: Exited with exit code 1$' "$1"
+}
+
+# is_crash FILE: a rank was killed, or ended with status 70 (a failure of the machine, see scripts/train.py).
+is_crash() {
+    case $(first_failure "$1") in
+        *'Exited with exit code 70') ! is_refused "$1" ;;
+        '' | *'Exited with exit code'* | *Terminated*) false ;; # told to end, from outside
+        *) true ;;
+    esac
+}
+
+# tell_failure FOLDER FILE: why ranks ended, in one line: what srun reported first in FILE, and that rank's last line.
+tell_failure() {
+    local failure rank last=""
+    failure=$(first_failure "$2")
+    rank=$(sed -nE 's/.*: tasks? ([0-9]+).*/\1/p' <<<"$failure")
+    [ -z "$rank" ] || last=$(tail -n 1 "$1/ranks/$SLURM_JOB_ID-$rank.log" 2>/dev/null | tr '\r' '\n' | tail -n 1) || true
+    echo "${failure:-srun: $(tail -n 1 "$2")}${last:+; last line of its log: $last}"
+}
+
+# restart_after_a_crash FOLDER FILE: requeue after a crash, at most MAX_RESTARTS times from one checkpoint.
+restart_after_a_crash() {
+    local folder=$1 checkpoint crashes=$1/crashes.log before
+    if ! is_crash "$2" || [ -d "$folder/final" ]; then return 0; fi
+    checkpoint=$(find "$folder/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2>/dev/null | sort | tail -n 1) || true
+    checkpoint=${checkpoint:-no checkpoint yet}
+    before=$(grep -cF "job $THIS_JOB from $checkpoint: " "$crashes" 2>/dev/null) || true
+    echo "$(date -Is) job $THIS_JOB from $checkpoint: $(tell_failure "$@")" >>"$crashes"
+    if [ "${before:-0}" -ge "$MAX_RESTARTS" ]; then
+        echo "not restarted: $before restarts from the same place (MAX_RESTARTS); last good checkpoint: $checkpoint"
+    else
+        echo "restart $((${before:-0} + 1)) of $MAX_RESTARTS from the last good checkpoint: $checkpoint"
+        requeue || true
+    fi
+}
+
+# train_on_all_tasks FOLDER SETTING...: train with one rank per task. SIGUSR1, which Slurm sends to this shell before the
+# limit, is passed on; then the job is requeued, unless the run is done.
+train_on_all_tasks() {
+    local folder=$1 told="" timer="" status=0 step said
+    start_ranks "$@"
     trap 'told=yes; kill -USR1 "$step"; [ -n "$timer" ] || { requeue_before_the_limit & timer=$!; }' USR1
     wait "$step" || status=$?
     while [ -n "$told" ] && kill -0 "$step" 2>/dev/null; do # a signal ends a wait
@@ -59,6 +110,9 @@ train_on_all_tasks() {
         wait "$step" || status=$?
     done
     [ -z "$timer" ] || kill "$timer" 2>/dev/null || true # or it might requeue the next turn
-    if [ -n "$told" ] && [ "$status" -ne 0 ]; then requeue || true; fi
+    cat "$said"
+    [ "$status" -ne 0 ] || return 0
+    echo "$(date -Is) ended: $(tell_failure "$folder" "$said")"
+    if [ -n "$told" ] && ! is_refused "$said"; then requeue || true; else restart_after_a_crash "$folder" "$said"; fi
     return "$status"
 }

@@ -8,12 +8,14 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dmc.command_line import plain_settings
+from dmc.command_line import check_torch_build, errors_in_one_line, plain_settings
 
 CONFIGS = Path("configs").resolve()
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     settings = compose("train", overrides=plain_settings("train", sys.argv[2:], CONFIGS))
+with errors_in_one_line():
+    check_torch_build(settings)
 for name in sys.argv[1].split(","):
     value = OmegaConf.select(settings, name)
     if value is None:

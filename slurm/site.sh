@@ -7,6 +7,9 @@
 # Options of every srun, for instance (--container-image=image.sqsh --container-mounts=/data --cpu-bind=cores).
 SRUN_OPTIONS=()
 
+# How often a job starts again after a crash (a killed rank, NCCL, ECC, memory) without a new checkpoint in between.
+MAX_RESTARTS=${MAX_RESTARTS:-3}
+
 # Makes `python` the project's interpreter. Runs on the first node of a job; srun hands the environment to the others.
 activate_environment() {
     # module load cuda

@@ -1,6 +1,7 @@
 """What people write on a command line, and what Hydra is given of it."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 from scripts_here import SCRIPTS, run_script
 
-from dmc import policies
+from dmc import command_line, policies
 from dmc.command_line import plain_settings, prepare_process
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -140,3 +141,44 @@ def test_an_output_that_is_a_file_is_told_and_left_as_it_is(command, inside, tmp
     assert told == f"error: {name}=notes{inside}: notes is a file; give a folder, a new one or one that is there"
     assert (tmp_path / "notes").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
+
+
+GPUS = {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "arguments", "refused"),
+    [
+        (GPUS, [], [], "this job has GPUs (SLURM_GPUS_ON_NODE=8), but torch 2.13.0+cpu is a build for CPUs: "),
+        ({"SLURM_JOB_ID": "1"}, ["nvidia0", "nvidiactl"], [], "this job has GPUs ({folder}/nvidia0), but torch"),
+        (GPUS, [], ["trainer=cpu"], None),
+        (GPUS, [], ["plan=true"], None),
+        ({"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "0"}, ["nvidiactl"], [], None),
+        ({"SLURM_GPUS_ON_NODE": "8"}, ["nvidia0"], [], None),  # no job
+    ],
+)
+def test_a_job_with_gpus_and_a_torch_for_cpus_is_refused(environment, files, arguments, refused, tmp_path, monkeypatch):
+    for name in ("SLURM_JOB_ID", *command_line.GPUS_OF_JOB):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(command_line, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("train", overrides=arguments)
+    if refused is None:
+        return command_line.check_torch_build(settings)
+    with pytest.raises(ValueError, match=re.escape(refused.format(folder=tmp_path))) as error:
+        command_line.check_torch_build(settings)
+    assert "`TORCH=cuda ./scripts/setup_environment.sh train,slurm`" in str(error.value)
+
+
+def test_a_script_refuses_a_torch_for_cpus_in_a_job_with_gpus(tmp_path, monkeypatch):
+    for name, value in GPUS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    said = run_script("train.py", "debug=tiny", f"output_dir={tmp_path / 'run'}")
+    assert said.startswith("error: this job has GPUs (SLURM_GPUS_ON_NODE=8)") and not (tmp_path / "run").exists()

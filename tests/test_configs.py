@@ -179,6 +179,20 @@ def test_llama_experiment_is_the_papers_recipe():
     assert (solidify.tokens, solidify.final_fraction) == (8e9, 0.1)
 
 
+@pytest.mark.parametrize(("name", "window"), [("qwen3_8b_dms8", 512), ("llama31_8b_dms8", 256)])
+def test_dms_of_an_8b_model_is_its_authors_recipe(name, window):
+    config = composed(f"experiment={name}")
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    assert [plan.at(100 * number).target_ratio for number in range(9)] == [*range(1, 9), 8]
+    gates, training = config.compression, config.training
+    assert (gates.action, gates.delay, gates.gate_input, gates.decision_scale) == ("drop", window, "hidden", 100)
+    assert (gates.target_counts, training.distillation.direction, training.loss_average) == (
+        "decided", "reverse", "token",
+    )  # fmt: skip
+    assert training.gates_only and training.sequence_length == 8192 and config.trainer.strategy == "hsdp"
+    training.accumulation(config.trainer.devices * config.trainer.num_nodes)
+
+
 GATES = {
     "compression=dmc_hardc": {"decisions": "per_layer"},
     "compression=dmc_uniform": {"weighting": "uniform"},

@@ -18,6 +18,7 @@ from launching import logged_losses, logged_parts, train_ranks, write_corpus
 from scripts_here import run_script
 
 from dmc.config import run_config
+from dmc.data import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,10 +119,92 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert second["slurm"]["SLURM_JOB_NODELIST"] == "node[1-2]"
     assert {"versions", "git_commit", "command"} <= set(second)
     assert "torch==" in (folder / "packages.txt").read_text()
-    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [f"{job}-0.log", f"{job}-1.log"]
+    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [
+        f"{job}-0.log", f"{job}-1.log", f"{job}-srun.log",
+    ]  # fmt: skip
     assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
     assert logged_losses(folder) == logged_losses(whole)
     assert sorted(logged_losses(folder)) == list(range(steps))
+
+
+CRASHES = {
+    "recovers": "{steps: [5, 9], marks: %s, every: 4}",  # with a checkpoint in between
+    "always": "{steps: [3], error: RuntimeError}",
+    "refused": "{steps: [3], error: ValueError}",
+}
+
+
+@pytest.fixture(scope="module")
+def crashing_jobs(slurm, settings, tmp_path_factory):
+    """Runs of two nodes each whose second rank crashes, one restart allowed from each checkpoint."""
+    root, jobs = tmp_path_factory.mktemp("crashing"), {}
+    for name, crash in CRASHES.items():
+        (root / name).mkdir()
+        crash = crash.replace("{", "{_target_: crashing.Crash, ").replace("%s", str(root / name))
+        overrides = [*settings, *long_run(14), "training.checkpoint_every_steps=4", f"output_dir={root / name / 'run'}"]
+        environment = f"--export=ALL,MAX_RESTARTS=1,PYTHONPATH={Path(__file__).parent}"
+        nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={root / name}/job.log", environment]
+        jobs[name] = slurm.submit(*nodes, "slurm/train.sbatch", *overrides, f"+callbacks.crash={crash}")
+    return root, jobs
+
+
+def test_a_run_whose_rank_is_killed_goes_on_and_progress_gives_new_restarts(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["recovers"]) == "COMPLETED", logs(root / "recovers")
+    folder, told = root / "recovers" / "run", (root / "recovers" / "job.log").read_text()
+    assert [each["step"] for each in starts(folder)] == [0, 4, 8]
+    assert sorted(logged_losses(folder)) == list(range(14)) and (folder / "final").is_dir()
+    for step in (4, 8):
+        checkpoint = folder / "checkpoints" / f"step_{step:07d}"
+        assert f"restart 1 of 1 from the last good checkpoint: {checkpoint}\n" in told
+        assert f"from {checkpoint}: " in (folder / "crashes.log").read_text()
+    assert len(re.findall(r"ended: \S+: task 1: Killed; last line of its log: .", told)) == 2
+
+
+def test_a_run_that_always_crashes_ends_after_the_bound(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["always"]) == "FAILED", logs(root / "always")
+    folder, told = root / "always" / "run", (root / "always" / "job.log").read_text()
+    assert [each["step"] for each in starts(folder)] == [0, 0]
+    error = "RuntimeError: this rank's GPU has fallen off the bus"
+    assert len(re.findall(rf"task 1: Exited with exit code 70; last line of its log: {error}\n", told)) == 2
+    bound = "not restarted: 1 restarts from the same place (MAX_RESTARTS)"
+    assert told.rstrip().endswith(f"{bound}; last good checkpoint: no checkpoint yet")
+
+
+def test_a_user_s_error_is_not_requeued(slurm, crashing_jobs):
+    root, jobs = crashing_jobs
+    assert slurm.wait(jobs["refused"]) == "FAILED", logs(root / "refused")
+    told = (root / "refused" / "job.log").read_text()
+    assert len(starts(root / "refused" / "run")) == told.count(" restart 0,") == 1
+    assert "task 1: Exited with exit code 1; last line of its log: [rank1]: ValueError: " in told
+    assert not (root / "refused" / "run" / "crashes.log").exists()
+
+
+SAID = "srun: error: node%s\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "crashed"),
+    [
+        (["1: task 3: Killed", "2: tasks 4-7: Exited with exit code 1"], True),
+        (["1: task 3: Segmentation fault (core dumped)"], True),
+        (["1: task 3: Out Of Memory"], True),
+        (["1: tasks 0-3: Aborted"], True),
+        (["1: task 3: Exited with exit code 70", "1: task 0: Killed"], True),
+        (["1: task 3: Exited with exit code 70", "1: tasks 0-2: Exited with exit code 1"], False),
+        (["1: task 0: Exited with exit code 1", "1: task 1: Killed"], False),
+        (["[1-2]: tasks 0-7: Exited with exit code 75"], False),
+        (["[1-2]: tasks 0,2,4: Exited with exit code 127"], False),
+        (["1: task 0: Terminated", "1: task 1: Killed"], False),
+        ([], False),
+    ],
+)
+def test_only_a_failure_of_the_machine_is_a_crash(said, crashed, tmp_path):
+    (tmp_path / "said").write_text("srun: Job step aborted: waiting\n" + "".join(SAID % each for each in said))
+    command = [f'. slurm/launch.sh; is_crash "{tmp_path}/said" && echo crash || echo none']
+    done = subprocess.run(["bash", "-c", *command], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == ("crash\n" if crashed else "none\n")
 
 
 def table_of(folder):
@@ -216,8 +299,59 @@ def test_a_job_is_requeued_from_outside_its_container_also_when_it_does_not_stop
     cpus = {"array": 3, "endless": 4}  # of a node with 4
     for name, (on_signal, _, _) in TURNS.items():
         tasks = sorted((root / name).glob("job-*.log"))
-        ranks = [path.read_text() for path in (root / name / "run").rglob("ranks/*.log")]
+        ranks = [path.read_text() for path in (root / name / "run").rglob("ranks/*-0.log")]
         assert len(tasks) == len(ranks) == (2 if name == "array" else 1), logs(root)
         assert all(path.read_text().count(", restart 1,") == 1 for path in tasks), logs(root)
         assert all(f"training with {cpus.get(name, 1)} CPUs" in text for text in ranks), logs(root)
         assert all(("saved" in text) == (on_signal == SAVES) and "finished" in text for text in ranks), logs(root)
+
+
+@pytest.fixture
+def smoke(slurm, settings, make_stock, tmp_path):
+    """Return what runs the smoke job of an experiment on a tiny model and two nodes, and gives its log and folder."""
+    model = tmp_path / "model"
+    make_stock("qwen3", vocab_size=300).save_pretrained(model)
+    texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
+    train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
+    run = [
+        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
+        *[each for each in settings if "text.name" in each],
+        f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
+        "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",
+        "training.validation_sequences=4", f"output_dir={tmp_path}/run",
+    ]  # fmt: skip
+
+    def submit(*changes):
+        nodes = ["--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log"]
+        job = slurm.submit(*nodes, "slurm/smoke.sbatch", *run, *changes)
+        state = slurm.wait(job)
+        return state, (tmp_path / "job.log").read_text().splitlines(), tmp_path / f"run_smoke_{job}"
+
+    return submit
+
+
+def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smoke, tmp_path):
+    state, told, folder = smoke()
+    assert state == "COMPLETED", "\n".join(told) + logs(folder)
+    assert told[-1] == f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
+    assert [each["step"] for each in starts(folder)] == [0, 10]
+    assert [sorted(part) for part in logged_parts(folder)] == [[*range(10)], [*range(10, 20)]]
+    table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in told if line.startswith("| ")}
+    assert float(table["seconds per step"][0]) > 0 and float(table["tokens per second"][0].replace(",", "")) > 0
+    assert table["peak of a rank, resident with Python and its libraries"][0].endswith(" GiB")
+    assert table["MFU"][0] == "peak of CPU not known"
+    assert "the whole run, 800 steps, in device-hours" in table
+    assert not (folder / "checkpoints").exists() and not (folder / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("planner.device_memory_gib=0.001", "plan: error: a rank needs "),
+        ("experiment=qwen3_8b_dms9", "settings: "),
+        ("data.validation.text.name=none", "first start, to be stopped: node"),
+    ],
+)
+def test_a_smoke_job_that_fails_ends_with_the_reason(smoke, change, reason):
+    state, told, _ = smoke(change)
+    assert state == "FAILED" and told[-1].startswith(f"smoke: failed: {reason}"), "\n".join(told)
