@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton import append, attention, compaction, eviction, prefill
+from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability; the system takes 1 KiB more for each."""
@@ -149,8 +149,9 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     for in_8_bits in (False, True):
         for config in (None, CompressionConfig(window_size=None), CompressionConfig(delay=DELAY)):
             layer = layer_of(config, dtype, head_dim, in_8_bits)
-            batch, tokens = tokens_of(1, 0 if config is None else config.delay, dtype, head_dim)
-            recent = append.append_or_merge(layer, batch, tokens, config).recent
+            for num_new in (20, 1):
+                batch, tokens = tokens_of(num_new, 0 if config is None else config.delay, dtype, head_dim)
+                recent = append.append_or_merge(layer, batch, tokens, config).recent
         pages, rows = (layer.key_pages, layer.value_pages, layer.block_tables), batch.row_index
         query = torch.empty(BATCH, GROUP * KV_HEADS, head_dim, dtype=dtype)
         for options in ({}, {"recent": recent, "return_scores": True}):
@@ -180,7 +181,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, attention, prefill, compaction, eviction):
+        for module in (append, append_chunk, attention, prefill, compaction, eviction):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))

@@ -84,6 +84,11 @@ class NewTokens:
     omega: Tensor | None = None
     """Importance, float32 [T, H]."""
 
+    def part(self, where: Tensor | slice) -> NewTokens:
+        """Take some of the tokens."""
+        gates = (None if each is None else each[where] for each in (self.decisions, self.omega))
+        return NewTokens(self.key[where], self.value[where], *gates)
+
 
 @dataclass
 class Recent:

@@ -55,16 +55,36 @@ def gates_of(settings: dict | None) -> CompressionConfig | None:
 def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place: tuple[str, torch.dtype]) -> None:
     device, dtype = place
     config, tolerance = gates_of(settings), TOLERANCES[dtype]
-    expected = make_layer(config, block_size=4, max_blocks=8, head_dim=24, dtype=dtype)
+    expected = make_layer(config, block_size=4, max_blocks=16, head_dim=24, dtype=dtype)
     actual = copy_to(expected, device)
-    stream = Stream(expected, config, rows=[2, 0], time=23)
-    for begin, end in ((0, 1), (1, 2), (2, 17), *((token, token + 1) for token in range(17, 23))):
+    stream = Stream(expected, config, rows=[2, 0], time=62)
+    ones = (([token, token + 35], [token + 1, token + 36]) for token in range(17, 23))
+    for begin, end in ((0, 1), (1, 2), (2, 17), (17, [17, 52]), *ones, ([23, 58], [57, 61])):
         batch, tokens = stream.tokens(begin, end)
         seen = kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
         wanted = reference.append_or_merge(expected, batch, tokens, config)
         assert_same_view(seen, wanted, tolerance)
         assert_same_state(actual, expected, tolerance)
     assert not expected.lengths[1].any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"delay": 4}, {"window_size": None}], ids=str)
+@pytest.mark.parametrize("broken", ["key", "value", "omega"])
+def test_a_number_that_is_not_finite_reaches_its_own_slot_alone(
+    broken: str, settings: dict, place: tuple[str, torch.dtype]
+) -> None:
+    device, dtype = place
+    config = gates_of(settings)
+    expected = make_layer(config, block_size=4, max_blocks=14, dtype=dtype)
+    actual = copy_to(expected, device)
+    stream = Stream(expected, config, rows=[0], time=40)
+    getattr(stream, broken)[0, 9] = torch.inf
+    batch, tokens = stream.tokens(0, 40)
+    kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
+    reference.append_or_merge(expected, batch, tokens, config)
+    for got, wanted in zip(actual.entry_pages, expected.entry_pages):
+        assert 0 < wanted.isnan().sum() < wanted.numel() / 10
+        torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("settings", [{"delay": 4}, {"window_size": None}], ids=str)
@@ -226,7 +246,7 @@ def test_the_engine_generates_the_tokens_of_the_reference(
     model, prompts = make_compressed(gates={"delay": 3}).to(place[0]), make_prompts(5, 2, 20)
     params = SamplingParams(max_new_tokens=6, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
-    engine = Engine(model, kernels="triton")
+    engine = Engine(model, kernels="triton", prefill_chunk_size=8)  # the longest prompt goes on while others decode
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
     assert engine.blocks_in_use == 0
 

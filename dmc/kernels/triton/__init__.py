@@ -1,6 +1,7 @@
 """The NVIDIA backend: Triton kernels without host synchronization while decoding, so a step fits a CUDA graph.
 
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
+append_chunk.py  the same of several tokens of each sequence, tile by tile
 attention.py   decode: the ragged heads' slots dealt out evenly, then a merge of the heads that were cut
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
 eviction.py    after a generated token: metadata of entries, attention received, and which entry goes

@@ -1,6 +1,7 @@
 """Prefill attention: a block of queries of one KV head, its query heads packed together so that keys are read once.
 
-It iterates over the slots that any of them sees, then over the keys outside the pages.
+It iterates over the slots that any of them sees, then over the keys outside the pages. Blocks come off a flat list, so
+that no program is empty however different the sequences' numbers of tokens are.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def prefill_attention(
     is_wide = query.element_size() == 4
     most = 64 if not is_wide else 32 if scales is None else 16
     rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (1 + is_wide) // row_bytes))
+    tiles = batch.tiles(rows // group)
     with torch.cuda.device_of(query):
-        _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
+        _prefill_kernel[(kv_heads, len(tiles))](
+            tiles,
             query,
             key_pages,
             value_pages,
@@ -80,6 +83,7 @@ def prefill_attention(
 
 @triton.jit
 def _prefill_kernel(
+    tiles,
     query,
     key_pages,
     value_pages,
@@ -111,12 +115,11 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
 ):
     """Attend from one block of queries of one KV head; row r is query r // GROUP of member r % GROUP."""
-    pair = tl.program_id(0).to(tl.int64)
-    sequence, head = pair // KV_HEADS, pair % KV_HEADS
+    head, tile = tl.program_id(0), tl.program_id(1)
+    sequence, first = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
     start = tl.load(cu_seqlens + sequence)
     num_new = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
     queries: tl.constexpr = ROWS // GROUP
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * queries  # the last queries see most: they start first
     row, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     index = first + row // GROUP
     asks = (index < num_new) & (row < queries * GROUP)
