@@ -154,7 +154,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
                 recent = append.append_or_merge(layer, batch, tokens, config).recent
         pages, rows = (layer.key_pages, layer.value_pages, layer.block_tables), batch.row_index
         query = torch.empty(BATCH, GROUP * KV_HEADS, head_dim, dtype=dtype)
-        for options in ({}, {"recent": recent, "return_scores": True}):
+        for options in ({}, {"recent": recent}, {"return_scores": True}):  # the two never come together
             attention.paged_attention(query, *pages, layer.lengths, 0.1, scales=layer.scales, rows=rows, **options)
         batch, tokens = tokens_of(20, DELAY, dtype, head_dim)
         around, with_held_back = tokens_of(20 + DELAY - 1, 0, dtype, head_dim)

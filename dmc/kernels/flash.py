@@ -83,6 +83,7 @@ def paged_attention(
     recent: Recent | None = None,
     return_scores: bool = False,
     num_scores: int | None = None,
+    chunk_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores: another backend computes them.
 

@@ -125,7 +125,7 @@ class CacheAttention:
         """Attend from the new tokens to their visible keys, [T, H_q, D]."""
         if batch.most_new == 1:
             num_scores = None if batch.is_known else self.cache.block_tables.shape[-1] * self.cache.block_size
-            options = {"recent": seen.recent, "num_scores": num_scores}
+            options = {"recent": seen.recent, "num_scores": num_scores, "chunk_ends": seen.chunk_ends}
             attended: Tensor = self.attend_once(layer_index, batch, query, scaling, **options)
             return attended
         layer = self.cache.layer(layer_index)

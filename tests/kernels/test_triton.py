@@ -25,7 +25,7 @@ from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
-from dmc.kernels.triton import attention
+from dmc.kernels.triton import append, attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -52,8 +52,11 @@ def gates_of(settings: dict | None) -> CompressionConfig | None:
 
 
 @pytest.mark.parametrize("settings", GATES, ids=str)
-def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place: tuple[str, torch.dtype]) -> None:
+def test_a_stream_leaves_the_state_of_the_reference(
+    settings: dict | None, place: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, dtype = place
+    monkeypatch.setattr(append, "CHUNK", 8)
     config, tolerance = gates_of(settings), TOLERANCES[dtype]
     expected = make_layer(config, block_size=4, max_blocks=16, head_dim=24, dtype=dtype)
     actual = copy_to(expected, device)
@@ -65,6 +68,9 @@ def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place
         wanted = reference.append_or_merge(expected, batch, tokens, config)
         assert_same_view(seen, wanted, tolerance)
         assert_same_state(actual, expected, tolerance)
+        if seen.chunk_ends is not None:
+            chunks = -(-expected.lengths[batch.rows].flatten() // 8)
+            assert torch.equal(seen.chunk_ends.cpu(), chunks.clamp_min(1).cumsum(0).int())
     assert not expected.lengths[1].any()
 
 
@@ -188,6 +194,7 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     monkeypatch.setattr(attention, "_multiprocessors", lambda _: num_programs)
     monkeypatch.setattr(attention, "PROGRAMS", 1)
     monkeypatch.setattr(attention, "COUNTED_TOGETHER", 8)  # not all heads at once
+    monkeypatch.setattr(attention, "WAYS", 4)
     merge, cuts = attention._merge_kernel, []
 
     class Spy:

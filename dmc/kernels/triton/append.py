@@ -12,6 +12,7 @@ from dmc.kernels.base import LayerCache, NewTokens, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.kernels.triton.append_chunk import PLANNED_TOGETHER, append_chunk, strides, with_dense_channels
+from dmc.kernels.triton.attention import CHUNK, chunks_of
 
 RECENT_TILE = 16
 """Raw recent tokens that one program rotates."""
@@ -30,6 +31,7 @@ def append_or_merge(
     delay = 0 if config is None else config.delay
     constants = {"KV_HEADS": kv_heads, "DELAY": delay, "HISTORY": history_size(config)}
     slots = cache.lengths.new_empty(sequences, kv_heads)
+    chunk_ends = slots.new_empty(slots.numel())
     targets = torch.empty_like(slots, dtype=torch.long)
     with torch.cuda.device_of(cache.lengths):
         _plan_kernel[(1,)](
@@ -43,17 +45,20 @@ def append_or_merge(
             cache.num_free,
             slots,
             targets,
+            chunk_ends,
             sequences * kv_heads,
             cache.block_tables.shape[-1],
             *strides(tokens.decisions),
             BLOCK_SIZE=cache.block_size,
             DROPS=config is not None and config.action == "drop",
             PAIRS=PLANNED_TOGETHER,
+            CHUNK=CHUNK,
             **constants,
         )
         cos, sin = (None, None) if config is None or batch.rotary is None else batch.rotary
         _enter_heads(cache, batch, tokens, config, targets, (cos, sin), constants)
-        return VisibleKeys(slots, recent=_recent(cache, batch, tokens, constants) if delay > 0 else None)
+        recent = _recent(cache, batch, tokens, constants) if delay > 0 else None
+        return VisibleKeys(slots, recent=recent, chunk_ends=chunk_ends)
 
 
 def _enter_heads(
@@ -141,6 +146,7 @@ def _plan_kernel(
     num_free,
     slots,
     targets,
+    chunk_ends,
     num_pairs,
     num_blocks,
     decisions_stride,
@@ -151,10 +157,15 @@ def _plan_kernel(
     BLOCK_SIZE: tl.constexpr,
     DROPS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Give each (sequence, head) its new length, a block if it needs one, and the page slot to write (-1: none)."""
+    """Give each (sequence, head) its new length, a block if it needs one, and the page slot to write (-1: none).
+
+    Decode attention finds its work by the chunks of all heads up to each.
+    """
     free = tl.load(num_free)
     taken = tl.zeros((), dtype=tl.int32)
+    dealt = tl.zeros((), dtype=tl.int32)
     for start in range(0, num_pairs, PAIRS):
         pair = start + tl.arange(0, PAIRS)
         known = pair < num_pairs
@@ -187,6 +198,9 @@ def _plan_kernel(
         tl.store(targets + pair, tl.where(writes, block * BLOCK_SIZE + last % BLOCK_SIZE, -1), mask=known)
         tl.store(lengths + cell, length, mask=known)
         tl.store(slots + pair, length, mask=known)
+        chunks = chunks_of(length, known, CHUNK)
+        tl.store(chunk_ends + pair, dealt + tl.cumsum(chunks, 0), mask=known)
+        dealt += tl.sum(chunks, 0)
         taken += tl.sum(count, 0)
     tl.store(num_free, free - taken)
 
