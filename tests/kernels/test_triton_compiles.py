@@ -42,6 +42,8 @@ def test_kernels_compile_for_a_gpu_spill_nothing_and_fit_its_shared_memory(
     assert (table["shared"] <= SHARED_MEMORY[capability]).all(), table
     decode = table[table["kernel"] == "_attend_kernel"]
     assert (decode["programs"] >= (PROGRAMS if dtype.itemsize * head_dim <= 256 else 1)).all(), decode
+    prefill = table[(table["kernel"] == "_prefill_kernel") & ~table["8-bit pages"]]
+    assert capability != 90 or (prefill["programs"] >= 2).all(), prefill
     loops = table[table["kernel"].isin(("_attend_kernel", "_prefill_kernel"))]
     assert (loops["in flight"] >= 3).all(), loops  # the next tile: a table's entries, keys and values
 
