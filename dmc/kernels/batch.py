@@ -52,6 +52,7 @@ class ForwardBatch:
 
     _extended: dict[int, ForwardBatch] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _in_extended: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _by_head: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _tiles: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -180,6 +181,20 @@ class ForwardBatch:
             every.sort(key=lambda tile: self.begins[tile[0]] + tile[1], reverse=True)
             self._tiles[size] = torch.tensor(every, dtype=torch.int32, device=self.device)
         return self._tiles[size]
+
+    def by_head(self, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Lay the tokens of each head of a sequence side by side.
+
+        Returns:
+            Where each token of each head is then, int64 [T, H], and where each one's tokens begin, and the end, int32
+            [S H + 1].
+        """
+        if num_heads not in self._by_head:
+            heads, begins = torch.arange(num_heads, device=self.device), self.cu_seqlens[:-1, None] * num_heads
+            begins = begins + heads * self.cu_seqlens.diff()[:, None]
+            bounds = torch.cat((begins.flatten(), self.cu_seqlens[-1:] * num_heads)).int()
+            self._by_head[num_heads] = begins[self.sequence] + self.offset[:, None], bounds
+        return self._by_head[num_heads]
 
     @cached_property
     def query_rotary(self) -> tuple[Tensor, Tensor]:

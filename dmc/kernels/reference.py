@@ -42,7 +42,7 @@ def append_or_merge(
     if config is None:
         length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
         _store(cache, batch, _as_stored(cache, tokens.key, tokens.value), length, None)
-        return VisibleKeys(length)
+        return VisibleKeys(length, is_causal=True)
     assert batch.rotary is not None
     cos, sin = batch.rotary
     size, delay = history_size(config), config.delay

@@ -70,7 +70,7 @@ def append_chunk(
                 *where, new.key, new.value, new.decisions, new.omega, *rings, *strides(new.key), *strides(new.value),
                 *strides(new.decisions), *strides(new.omega), TILE=TILE, **heads, **halves,
             )  # fmt: skip
-    return VisibleKeys(counts if slots is None else slots, top, recent)
+    return VisibleKeys(counts if slots is None else slots, top, recent, is_causal=config is None)
 
 
 def _enter_chunk(
