@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill
+from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability; the system takes 1 KiB more for each."""
@@ -165,6 +165,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
         )
         query = torch.empty(batch.num_tokens, GROUP * KV_HEADS, head_dim, dtype=dtype)
         prefill.prefill_attention(query, *pages, batch, seen, 0.1, layer.scales)
+        received.attention_received(query, layer, batch, seen.slots, 0.1)
         compaction.compact(layer, rows, torch.empty(BATCH, KV_HEADS, LENGTH, dtype=torch.bool))
     size, numbers = layer.key_pages.shape[:2], (BATCH, KV_HEADS)
     layer.entry_metadata = {"position": torch.empty(size, dtype=torch.int32), "mass": torch.empty(size)}
@@ -181,7 +182,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, append_chunk, attention, prefill, compaction, eviction):
+        for module in (append, append_chunk, attention, prefill, received, compaction, eviction):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))

@@ -246,6 +246,25 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    generator = torch.Generator().manual_seed(0)
+    layer = make_layer(None, max_blocks=5, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
+    stream = Stream(layer, None, rows=[2, 0], time=70)
+    for begins, ends in (([0, 0], [40, 9]), ([40, 9], [51, 70])):
+        batch, tokens = stream.tokens(begins, ends)
+        slots = reference.append_or_merge(layer, batch, tokens, None).slots
+        slots[:, 1] = (slots[:, 1] - 20).clamp_min(1)  # a head of fewer slots
+        query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
+        wanted = reference.attention_received(query, layer, batch, slots, 0.2)
+        given = (copy_to(each, device) for each in (query, layer, batch, slots))
+        for got, each in zip(kernels.attention_received(*given, 0.2), wanted, strict=True):
+            count = each.shape[-1]
+            torch.testing.assert_close(got[..., :count].cpu(), each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+            assert not got[..., count:].any()
+
+
 @pytest.mark.parametrize("place", PLACES[:1], indirect=True)
 def test_the_engine_generates_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_compressed: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]

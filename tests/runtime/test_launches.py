@@ -76,6 +76,7 @@ class Launches(TorchDispatchMode):
 KERNELS = {
     "paged_attention": 2,
     "prefill_attention": 1,
+    "attention_received": 2,
     "compact": 2,
     "write_metadata": 1,
     "read_metadata": 1,
@@ -317,6 +318,13 @@ def test_prompts_of_any_lengths_stay_within_one_budget(
 ) -> None:
     for lengths in (ONE_LENGTH, RAGGED):
         assert_within(per_layer(gates, policy, lengths, decodes=False)[0], (operations, kernels, 0))
+
+
+def test_what_a_policy_sees_of_a_prompt_costs_the_same_however_long_it_is(
+    per_layer: Callable[..., tuple[tuple[float, ...], int]],
+) -> None:
+    short, long = (per_layer(None, policies.H2O(budget=HALF), [length], decodes=False) for length in (40, 300))
+    assert short == long
 
 
 @pytest.mark.parametrize("gates", [None, {}, {"delay": 4}, {"action": "drop", "delay": 4}], ids=str)
