@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton import append, attention, compaction, eviction, prefill
+from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
 from dmc.models.masked_attention import fused, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -158,11 +158,12 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     for in_8_bits in (False, True):
         for config in (None, CompressionConfig(window_size=None), CompressionConfig(delay=DELAY)):
             layer = layer_of(config, dtype, head_dim, in_8_bits)
-            batch, tokens = tokens_of(1, 0 if config is None else config.delay, dtype, head_dim)
-            recent = append.append_or_merge(layer, batch, tokens, config).recent
+            for num_new in (20, 1):
+                batch, tokens = tokens_of(num_new, 0 if config is None else config.delay, dtype, head_dim)
+                recent = append.append_or_merge(layer, batch, tokens, config).recent
         pages, rows = (layer.key_pages, layer.value_pages, layer.block_tables), batch.row_index
         query = torch.empty(BATCH, GROUP * KV_HEADS, head_dim, dtype=dtype)
-        for options in ({}, {"recent": recent, "return_scores": True}):
+        for options in ({}, {"recent": recent}, {"return_scores": True}):  # the two never come together
             attention.paged_attention(query, *pages, layer.lengths, 0.1, scales=layer.scales, rows=rows, **options)
         batch, tokens = tokens_of(20, DELAY, dtype, head_dim)
         around, with_held_back = tokens_of(20 + DELAY - 1, 0, dtype, head_dim)
@@ -173,6 +174,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
         )
         query = torch.empty(batch.num_tokens, GROUP * KV_HEADS, head_dim, dtype=dtype)
         prefill.prefill_attention(query, *pages, batch, seen, 0.1, layer.scales)
+        received.attention_received(query, layer, batch, seen.slots, 0.1)
         compaction.compact(layer, rows, torch.empty(BATCH, KV_HEADS, LENGTH, dtype=torch.bool))
     size, numbers = layer.key_pages.shape[:2], (BATCH, KV_HEADS)
     layer.entry_metadata = {"position": torch.empty(size, dtype=torch.int32), "mass": torch.empty(size)}
@@ -203,10 +205,11 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, attention, prefill, compaction, eviction, kernels):
+        for module in (append, append_chunk, attention, prefill, received, compaction, eviction, kernels):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))
+        stack.enter_context(patch.object(prefill, "major_capability", lambda device: capability // 10))
         launch_all(dtype, head_dim)
         launch_training(dtype, head_dim)
     table = pandas.DataFrame(rows).drop_duplicates()

@@ -3,35 +3,41 @@
 python scripts/gpu_check.py
 
 Every part is a process of its own with a time limit, so that one that fails or hangs stops no other, and what is
-measured is written down at once: `gpu_check.md` and `gpu_check.json`. Without a GPU it says what it would do.
+measured is written down at once: `gpu_check.md` and `gpu_check.json`, and what it printed in a log of its own. Without
+a GPU it says what it would do. Triton's interpreter runs the kernels on a CPU:
+
+TRITON_INTERPRET=1 python scripts/gpu_check.py --device cpu --tiny --part parity
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import decode_kernels
 import torch
 import training_kernels
+from parity import GATES, LARGEST_DIFFERENCE, Rows, check_serving, row
 from timings import Case, medians
 from torch import Tensor
 
-from dmc import Engine, retrofit
+from dmc import retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
-from dmc.kernels import BACKENDS
 from dmc.models import next_tokens, with_token_losses
 from dmc.models.build import random_model, twin
 from dmc.models.masked_attention import masked_attention
@@ -41,10 +47,8 @@ from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchma
 from dmc.training.flops import peak_flops
 
 OUTPUT = "outputs/gpu_check"
-GATES = {"merge": {}, "merge, delay 16": {"delay": 16}, "drop, delay 16": {"action": "drop", "delay": 16}}
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Of results that should be equal: log-probabilities, attention, gradients."""
-Rows = Iterator[dict[str, Any]]
+CALLS = 20
+"""Launches of a kernel that are timed together, so that what the host takes for one is not counted."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,16 @@ class Place:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        every = (torch.float32, torch.bfloat16, torch.float16)
+        return every[:1] if is_interpreted() else every[: 2 if self.device == "cpu" else 3]
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton's kernels run: on a GPU, or by Triton's interpreter, in float32."""
+        return self.device == "cuda" or is_interpreted()
+
     def size(self, size: int, tiny: int) -> int:
         return tiny if self.is_tiny else size
 
@@ -79,28 +93,41 @@ class Place:
             **{name: pair[self.is_tiny] for name, pair in (sizes | heads).items()},
         }  # fmt: skip
 
-    def milliseconds(self, cases: Mapping[str, Case]) -> dict[str, float]:
-        """Medians of cases that take turns, the device's work included."""
+    def milliseconds(self, cases: Mapping[str, Case], calls: int = 1) -> dict[str, float]:
+        """Medians of cases that take turns, of a GPU by its own clock over so many calls each."""
+        rounds, warm_up = self.size(9, 1), self.size(2, 0)
+        if self.device == "cpu":
+            return medians(dict(cases), rounds, warm_up=warm_up)
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for turn in range(rounds + warm_up):
+            for name, case in cases.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(calls):
+                    case()
+                end.record()
+                end.synchronize()
+                if turn >= warm_up:
+                    found[name].append(begin.elapsed_time(end) / calls)
+        return {name: statistics.median(times) for name, times in found.items()}
 
-        def finished(case: Case) -> None:
-            case()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
 
-        waiting = {name: lambda case=case: finished(case) for name, case in cases.items()}
-        return medians(waiting, self.size(9, 1), warm_up=self.size(2, 0))
-
-
-def row(measured: str, value: float, unit: str, beside: str = "", *, holds: bool | None = None) -> dict[str, Any]:
-    return {"measured": measured, "value": value, "unit": unit, "beside": beside, "holds": holds}
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_tests(place: Place) -> Rows:
-    selection = ["--collect-only", "tests/kernels/test_triton.py"] if place.is_tiny else ["tests"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *selection], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
-    yield row("pytest -m gpu", done.returncode, "exit code", last, holds=done.returncode == 0)
+    """Tests that need a GPU"""
+    selection = ["tests/kernels/test_triton.py", "tests/kernels", "tests/runtime/test_decode_step.py"]
+    selection = ["--collect-only", *selection[:1]] if place.is_tiny else selection[1:]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--tb=short", "--maxfail=10"]
+    command += ["-p", "no:xdist", "-p", "no:cacheprovider", *selection]
+    last = "no output"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)  # into the part's log, whatever happens next
+            last = line.strip() or last
+    yield row("pytest -m gpu", process.returncode, "exit code", last, holds=process.returncode == 0)
 
 
 def attention_by_definition(query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, scaling: float) -> Tensor:
@@ -113,27 +140,9 @@ def attention_by_definition(query: Tensor, key: Tensor, value: Tensor, log_keep:
 
 
 def check_parity(place: Place) -> Rows:
-    """Every backend against the reference on a whole engine, and training attention against its definition."""
-    for dtype in (torch.float32, torch.bfloat16):
-        stock = random_model(place.shape(1), dtype, place.device)  # in a second layer the last bit may turn a decision
-        generator = torch.Generator().manual_seed(0)
-        lengths = [place.size(700, 20), place.size(300, 9)]
-        prompts = [torch.randint(stock.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-        for gates, changes in {"full cache": None, **GATES}.items():
-            model = twin(stock)
-            if changes is not None:  # every other token, for keys spread evenly about 0
-                model = retrofit(model, CompressionConfig(decision_offset=0.0, **changes))
-            expected = Engine(model, kernels="reference", block_size=16).score(prompts, prompts[::-1])
-            for kernels in BACKENDS[1:]:
-                try:
-                    engine = Engine(model, kernels=kernels, block_size=256 if kernels == "flash" else 16)
-                except (ValueError, ImportError) as error:
-                    yield row(f"{kernels}, {gates}, {dtype}", 0, "", f"does not serve this: {error}"[:120])
-                    continue
-                pairs = zip(engine.score(prompts, prompts[::-1]), expected, strict=True)
-                worst = max(float((got - best).abs().max()) for got, best in pairs)
-                holds = worst <= LARGEST_DIFFERENCE[dtype]
-                yield row(f"{kernels}, {gates}, {dtype}", worst, "nats", "of the reference, at most", holds=holds)
+    """Every way of serving against the reference, token by token, and training attention against its definition."""
+    yield from check_serving(place)
+    for dtype in place.dtypes[:2]:
         heads, length, dim = place.size(8, 2), place.size(777, 33), place.size(128, 16)
         states = [torch.randn(1, heads, length, dim, device=place.device, dtype=dtype) for _ in range(3)]
         log_keep = torch.nn.functional.logsigmoid(torch.randn(1, heads, length, device=place.device))
@@ -193,30 +202,43 @@ def training_step(model: Any, place: Place) -> Case:
 def check_kernels(place: Place) -> Rows:
     """Decode against the bandwidth that a copy reaches, prefill against causal SDPA and the peak."""
     buffer = torch.empty(place.size(2**30, 2**16), dtype=torch.uint8, device=place.device)
-    copied = place.milliseconds({"copy": buffer.clone})["copy"]
+    copied = place.milliseconds({"copy": buffer.clone}, CALLS)["copy"]
     bandwidth = 2 * buffer.numel() / copied / 1e6
     yield row("copy on the device", bandwidth, "GB/s")
     dtype = str(place.dtype).removeprefix("torch.")
-    options = Namespace(
-        kernels="triton" if place.device == "cuda" else "reference", dtype=dtype, block_size=16, ratio=4.0
-    )
+    options = Namespace(kernels="triton" if place.has_triton else "reference", dtype=dtype, block_size=16, ratio=4.0)
     batch, heads, group, length, dim = (place.size(*pair) for pair in ((8, 1), (8, 2), (4, 2), (16384, 64), (128, 16)))
     with torch.device(place.device):
         cases = decode_kernels.decode_cases((batch, heads, group, length, dim), options)
     whole = 2 * batch * heads * length * dim * place.dtype.itemsize
     shares = {"ragged": 1 / 4, "one long": 1 / 100 + 1 / (batch * heads)}
-    for name, milliseconds in place.milliseconds(cases).items():
+    for name, milliseconds in place.milliseconds(cases, CALLS).items():
         reached = whole * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
         yield row(f"decode, {name}", milliseconds, "ms", f"{reached:.0f} GB/s, {reached / bandwidth:.0%} of a copy")
+    if place.has_triton:
+        yield from sweep(place, cases["triton, ragged"])
     del cases
     length = place.size(4096, 32)
     with torch.device(place.device):
         cases = decode_kernels.prefill_cases((1, heads, group, length, dim), options)
     operations = 2 * heads * group * length**2 * dim  # of the causal half of both products
     peak = peak_flops(torch.cuda.get_device_name(), "bf16") if place.device == "cuda" else None
-    for name, milliseconds in place.milliseconds(cases).items():
+    for name, milliseconds in place.milliseconds(cases, CALLS).items():
         share = f"{operations / milliseconds * 1e3 / peak:.0%} of the peak" if peak and "append" not in name else ""
         yield row(f"prefill, {name}", milliseconds, "ms", share)
+
+
+def sweep(place: Place, case: Case) -> Rows:
+    """Time decode attention with programs, stages and keys of a tile as they are set, then with more."""
+    from dmc.kernels.triton import attention
+
+    found: dict[str, float] = {}
+    for stages, times, programs in itertools.product((5, 7), (1, 2), (2, 3, 4)):
+        size = times * 8192
+        with patch.multiple(attention, PROGRAMS=programs, STAGES=stages, TILE_BYTES=size):
+            name = f"{programs} programs, {stages} stages, tiles of {size} bytes"
+            found |= place.milliseconds({name: case}, CALLS)
+    yield from beside_first(found, "sweep")
 
 
 def check_speed(place: Place) -> Rows:
@@ -253,10 +275,10 @@ def beside_first(found: Mapping[str, float], title: str) -> Rows:
 
 CHECKS: dict[str, tuple[Callable[[Place], Rows], int]] = {
     "tests": (check_tests, 150),
-    "parity": (check_parity, 90),
-    "training": (check_training, 90),
-    "kernels": (check_kernels, 60),
-    "speed": (check_speed, 130),
+    "parity": (check_parity, 110),
+    "training": (check_training, 80),
+    "kernels": (check_kernels, 75),
+    "speed": (check_speed, 120),
 }
 """What measures each part, and after how many seconds it is ended: less than nine minutes together."""
 
@@ -273,30 +295,44 @@ def parts_of(device: str, is_tiny: bool) -> dict[str, Part]:
     }  # fmt: skip
 
 
-def run_part(name: str, part: Part) -> list[dict[str, Any]]:
-    """Run a part to its end or its time limit; the last row says how it ended."""
-    with TemporaryDirectory() as folder:
-        rows, log = Path(folder) / "rows", Path(folder) / "log"
+def run_part(name: str, part: Part, folder: Path) -> list[dict[str, Any]]:
+    """Run a part to its end or its time limit, once more with blocking launches if it failed on a GPU.
+
+    What it printed stays in `<name>.log`, and `<name>.blocking.log`, whose traceback names the launch at fault. The
+    last row says how it ended.
+    """
+    found, code, outcome, seconds = _run_once(part, folder / f"{name}.log", {})
+    if code > 0 and torch.cuda.is_available():
+        _run_once(part, folder / f"{name}.blocking.log", {"CUDA_LAUNCH_BLOCKING": "1"})
+        outcome += f"; again with blocking launches: {name}.blocking.log"
+    found.append(row("this part", seconds, "s", outcome, holds=code == 0))
+    return [{"part": name, **each} for each in found]
+
+
+def _run_once(part: Part, log: Path, changes: dict[str, str]) -> tuple[list[dict[str, Any]], int, str, float]:
+    """Return the rows, the exit code (negative: the time was up), how it ended, and the seconds."""
+    with TemporaryDirectory() as folder, log.open("wb") as output:
+        rows = Path(folder) / "rows"
         rows.touch()
         start = time.monotonic()
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*part.command, str(rows)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code = process.wait(part.seconds)
-                outcome = "done" if code == 0 else f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                code, outcome = 1, f"ended after {part.seconds} s"
-            finally:
-                if process.poll() is None:  # its own processes too
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        process = subprocess.Popen(
+            [*part.command, str(rows)], stdout=output, stderr=subprocess.STDOUT, env=os.environ | changes,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = abs(process.wait(part.seconds))
+            outcome = "done" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, outcome = -1, f"ended after {part.seconds} s"
+        finally:
+            if process.poll() is None:  # its own processes too
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        seconds = time.monotonic() - start
         found = [json.loads(line) for line in rows.read_text().splitlines() if line.endswith("}")]
-        if code:
-            outcome += ": " + " / ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
-    found.append(row("this part", time.monotonic() - start, "s", outcome, holds=code == 0))
-    return [{"part": name, **each} for each in found]
+    if code:
+        outcome += ": " + " / ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
+    return found, code, outcome, seconds
 
 
 def run_parts(parts: Mapping[str, Part], folder: Path) -> list[dict[str, Any]]:
@@ -305,7 +341,7 @@ def run_parts(parts: Mapping[str, Part], folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         print(f"{name}: {part.what} (at most {part.seconds} s)", flush=True)
-        rows += run_part(name, part)
+        rows += run_part(name, part, folder)
         (folder / "gpu_check.md").write_text(table_of(rows))
         (folder / "gpu_check.json").write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
     return rows

@@ -18,7 +18,13 @@ LITTLE = {
 
 
 def test_every_program_is_tried():
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*LITTLE, "timings", "gpu_check", "compiled_kernels"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {
+        *LITTLE,
+        "timings",
+        "gpu_check",
+        "parity",
+        "compiled_kernels",
+    }
 
 
 @pytest.mark.parametrize("name", LITTLE)

@@ -1,7 +1,9 @@
 """The check of a GPU, on a machine without one: its parts on little, and parts that fail or hang."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,8 +35,43 @@ def test_a_part_that_fails_and_one_that_hangs_stop_no_other(tmp_path):
     ]  # fmt: skip
     assert "it broke" in rows[1]["beside"] and "ended after 2 s" in rows[3]["beside"]
     assert json.loads((tmp_path / "gpu_check.json").read_text())["rows"] == rows
+    assert "it broke" in (tmp_path / "fails.log").read_text()
     table = (tmp_path / "gpu_check.md").read_text()
     assert table.count("\n") == 2 + len(rows) and "**no**" in table
+
+
+def test_a_part_that_fails_on_a_gpu_runs_again_with_blocking_launches(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    program = "import os; raise SystemExit(f'blocking: {os.environ.get(\"CUDA_LAUNCH_BLOCKING\")}')"
+    (last,) = gpu_check.run_part("fails", python(program), tmp_path)
+    assert not last["holds"] and "fails.blocking.log" in last["beside"]
+    assert "blocking: None" in (tmp_path / "fails.log").read_text()
+    assert "blocking: 1" in (tmp_path / "fails.blocking.log").read_text()
+
+
+@pytest.mark.slow
+def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_path):
+    """Prompts in chunks beside decoding, then tokens one by one, by Triton's interpreter."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    rows = tmp_path / "rows"
+    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--tiny", "--part", "parity", "--rows", str(rows)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    found = {row["measured"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    assert not [name for name, row in found.items() if row["holds"] is False]
+    reached = found["Triton kernels that ran"]
+    assert reached["holds"], reached["beside"]
+    for name in (
+        "full cache",
+        "merge",
+        "merge, delay 16",
+        "drop, delay 16",
+        "8-bit pages",
+        "prefix cache",
+        "H2O",
+        "TOVA",
+    ):
+        assert found[f"triton, {name}, float32"]["holds"]
 
 
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):

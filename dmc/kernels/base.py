@@ -84,6 +84,11 @@ class NewTokens:
     omega: Tensor | None = None
     """Importance, float32 [T, H]."""
 
+    def part(self, where: Tensor | slice) -> NewTokens:
+        """Take some of the tokens."""
+        gates = (None if each is None else each[where] for each in (self.decisions, self.omega))
+        return NewTokens(self.key[where], self.value[where], *gates)
+
 
 @dataclass
 class Recent:
@@ -122,3 +127,7 @@ class VisibleKeys:
     """Set by merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
     recent: Recent | None = None
     """Set by delayed gates."""
+    is_causal: bool = False
+    """Whether every token has been appended: a query sees one slot more than the one before it, the last one all."""
+    chunk_ends: Tensor | None = None
+    """What Triton's append of single tokens tells its decode attention: chunks of the heads up to each, int32 [S H]."""

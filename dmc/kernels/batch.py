@@ -52,6 +52,8 @@ class ForwardBatch:
 
     _extended: dict[int, ForwardBatch] = dataclasses.field(default_factory=dict, init=False, repr=False)
     _in_extended: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _by_head: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _tiles: dict[int, Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of_ones(
@@ -168,6 +170,32 @@ class ForwardBatch:
             self._in_extended[count] = index
         return self._in_extended[count]
 
+    def tiles(self, size: int) -> Tensor:
+        """Cut each sequence's new tokens into tiles of `size`, those that see most first; none is empty.
+
+        Returns:
+            Each tile's sequence and the offset of its first token, int32 [tiles, 2].
+        """
+        if size not in self._tiles:
+            every = [(i, first) for i, new in enumerate(self.num_new) for first in range(0, new, size)]
+            every.sort(key=lambda tile: self.begins[tile[0]] + tile[1], reverse=True)
+            self._tiles[size] = torch.tensor(every, dtype=torch.int32, device=self.device)
+        return self._tiles[size]
+
+    def by_head(self, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Lay the tokens of each head of a sequence side by side.
+
+        Returns:
+            Where each token of each head is then, int64 [T, H], and where each one's tokens begin, and the end, int32
+            [S H + 1].
+        """
+        if num_heads not in self._by_head:
+            heads, begins = torch.arange(num_heads, device=self.device), self.cu_seqlens[:-1, None] * num_heads
+            begins = begins + heads * self.cu_seqlens.diff()[:, None]
+            bounds = torch.cat((begins.flatten(), self.cu_seqlens[-1:] * num_heads)).int()
+            self._by_head[num_heads] = begins[self.sequence] + self.offset[:, None], bounds
+        return self._by_head[num_heads]
+
     @cached_property
     def query_rotary(self) -> tuple[Tensor, Tensor]:
         """Rotary tables at the new tokens, [T, D] each."""
@@ -208,6 +236,22 @@ class ForwardBatch:
             return [(self, slice(None))]
         members = ([i for i, kind in enumerate(kinds) if kind == wanted] for wanted in (False, True))
         return [self.part(each) for each in members]
+
+    @cached_property
+    def by_count(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
+        """Split into sequences of one new token and of several, as `by_phase`; each part has its RoPE tables."""
+        if self.most_new == 1 or 1 not in self.num_new:
+            return [(self, slice(None))]
+        members = ([i for i, new in enumerate(self.num_new) if (new > 1) is several] for several in (False, True))
+        return [self._with_tables(each) for each in members]
+
+    def _with_tables(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
+        part, where = self.part(members)
+        if self.rotary is not None:
+            missing = len(self.rotary[0]) - self.num_tokens
+            _, around = self.extended(missing // len(self.rows)).part(members)
+            part.rotary = self.rotary[0][around], self.rotary[1][around]
+        return part, where
 
     @property
     def is_prompt(self) -> bool:

@@ -211,6 +211,7 @@ def paged_attention(
     recent: Recent | None = None,
     return_scores: bool = False,
     num_scores: int | None = None,
+    chunk_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`."""
     if not _has_code(key_pages, query):

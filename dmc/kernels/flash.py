@@ -1,21 +1,22 @@
-"""Decode with flash-attn's paged kernel: KV heads are folded into the batch, so each has its own length and table.
+"""Attend with flash-attn's paged kernels: KV heads are folded into the batch, so each has its own length and table.
 
-Everything but decode attention without scores is left to the best other backend of the device. FlashAttention-3
-(Hopper) takes pages of any size, flash-attn 2 multiples of 256.
+They serve decode attention without scores, and prompts of which every token is appended. Everything else is left to the
+best other backend of the device. FlashAttention-3 (Hopper) takes pages of any size, flash-attn 2 multiples of 256.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmc.kernels import load_backend
-from dmc.kernels.base import Recent
+from dmc.kernels.base import Recent, VisibleKeys
+from dmc.kernels.batch import ForwardBatch
 
 FLASH_2_PAGE = 256
 """Flash-attn 2 takes pages of multiples of this many slots."""
@@ -27,7 +28,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
     """
-    _, table_name = _paged_decode()
+    _, table_name = _library()
     if device.type != "cuda":
         return f"kernels.flash needs an NVIDIA GPU, the cache is on {device}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -45,13 +46,13 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.d
 
 
 @functools.cache
-def _paged_decode() -> tuple[Callable[..., Any], str]:
-    """Return the installed `flash_attn_with_kvcache`, and the name of its block-table argument."""
-    for module, table_name in (("flash_attn_interface", "page_table"), ("flash_attn", "block_table")):
+def _library() -> tuple[ModuleType, str]:
+    """Return the installed library, and what it calls a block table."""
+    for name, table_name in (("flash_attn_interface", "page_table"), ("flash_attn", "block_table")):
         try:
-            return importlib.import_module(module).flash_attn_with_kvcache, table_name
+            return importlib.import_module(name), table_name
         except ModuleNotFoundError as error:
-            if error.name != module:
+            if error.name != name:
                 raise
     raise ImportError(
         "kernels='flash' needs FlashAttention-3 (flash_attn_interface) or flash-attn 2 (pip install flash-attn); "
@@ -83,6 +84,7 @@ def paged_attention(
     recent: Recent | None = None,
     return_scores: bool = False,
     num_scores: int | None = None,
+    chunk_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores: another backend computes them.
 
@@ -93,12 +95,12 @@ def paged_attention(
         options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True, "num_scores": num_scores}
         other = load_backend("auto", query.device)
         return other.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
-    decode, table_name = _paged_decode()
+    library, table_name = _library()
     if rows is not None:
         block_tables, lengths = block_tables[rows], lengths[rows]
     batch, kv_heads = lengths.shape
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
-    out, lse = decode(
+    out, lse = library.flash_attn_with_kvcache(
         grouped.flatten(0, 1).unsqueeze(1),  # [B * H, 1, group, D]
         key_pages.unsqueeze(2),  # [N, block, 1, D]
         value_pages.unsqueeze(2),
@@ -113,6 +115,42 @@ def paged_attention(
         lse = lse.view(grouped.shape[:3]).masked_fill(empty, -torch.inf)
         out = _with_recent(grouped, out, lse, recent, scaling)
     return out.view(query.shape)
+
+
+def prefill_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    batch: ForwardBatch,
+    seen: VisibleKeys,
+    scaling: float,
+    scales: None = None,
+) -> Tensor:
+    """See `dmc.kernels.reference.prefill_attention`; a mask that is not causal is left to another backend.
+
+    Raises:
+        ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
+    """
+    pages = key_pages, value_pages
+    if not seen.is_causal:
+        other = load_backend("auto", query.device)
+        attended: Tensor = other.prefill_attention(query, *pages, block_tables, batch, seen, scaling)
+        return attended
+    library, table_name = _library()
+    kv_heads, (place, bounds) = seen.slots.shape[1], batch.by_head(seen.slots.shape[1])
+    folded = query.new_empty(place.numel(), query.shape[1] // kv_heads, query.shape[2])
+    folded[place] = query.unflatten(1, (kv_heads, -1))
+    lengths, tables = seen.slots[batch.last].flatten(), block_tables[batch.row_index].flatten(0, 1)
+    states = folded, *(each.unsqueeze(2) for each in pages)
+    options = {table_name: tables, "max_seqlen_q": batch.most_new, "softmax_scale": scaling, "causal": True}
+    if table_name == "page_table":
+        out = library.flash_attn_with_kvcache(*states, cache_seqlens=lengths, cu_seqlens_q=bounds, **options)
+    else:
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        options["max_seqlen_k"] = tables.shape[1] * key_pages.shape[1]
+        out = library.flash_attn_varlen_func(*states, cu_seqlens_q=bounds, cu_seqlens_k=ends, **options)
+    return out[place].flatten(1, 2)
 
 
 def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> Tensor:

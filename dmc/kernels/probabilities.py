@@ -57,8 +57,8 @@ def attention_received(
         slots: query i sees the first `slots[i]` slots, at least one; int32 [T, H], does not fall within a sequence.
         scaling: factor on the scores.
     Returns:
-        Over the N slots of the longest head: the attention by query head, float32 [S, H, group, N], and the square of
-        its mean over the group, [S, H, N].
+        Over N slots, those of the longest head at least: the attention by query head, float32 [S, H, group, N], and
+        the square of its mean over the group, [S, H, N].
     """
     sequences, heads, most = len(batch.rows), slots.shape[1], int(slots.max())
     columns = query.new_zeros(sequences, heads, query.shape[1] // heads, most, dtype=torch.float32)

@@ -42,7 +42,7 @@ def append_or_merge(
     if config is None:
         length = cache.lengths[batch.row_index][batch.sequence] + (batch.offset + 1).int()[:, None]
         _store(cache, batch, _as_stored(cache, tokens.key, tokens.value), length, None)
-        return VisibleKeys(length)
+        return VisibleKeys(length, is_causal=True)
     assert batch.rotary is not None
     cos, sin = batch.rotary
     size, delay = history_size(config), config.delay
@@ -379,6 +379,7 @@ def paged_attention(
     recent: Recent | None = None,
     return_scores: bool = False,
     num_scores: int | None = None,
+    chunk_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from one query per sequence to the slots of its heads, and to raw recent tokens.
 
@@ -395,6 +396,7 @@ def paged_attention(
         return_scores: also return each slot's attention probability.
         num_scores: number of slots with scores, at least the longest head's, so that lengths need no host sync; None:
             as many as the tables can name.
+        chunk_ends: of `VisibleKeys`, where the same backend has just appended the queries' tokens; None: counted anew.
     Returns:
         [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """

@@ -61,7 +61,7 @@ class CacheAttention:
         """Token ids of each sequence in a pass, by cache row: at least up to those of the pass."""
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """Run attention in one layer.
+        """Run attention in one layer; sequences with one token go through the kernels of a decode step.
 
         Args:
             layer_index: index of the layer; layers come in order.
@@ -72,7 +72,12 @@ class CacheAttention:
         Returns:
             [T, H_q, D].
         """
-        return self.attend_to_all(layer_index, batch, query, self.append(layer_index, batch, tokens), scaling)
+
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            seen = self.append(layer_index, part, tokens.part(where))
+            return self.attend_to_all(layer_index, part, query[where], seen, scaling)
+
+        return self.by_part(batch.by_count, query, attend_part)
 
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
         """Finish the pass after its last layer, before memory is counted.
@@ -94,10 +99,19 @@ class CacheAttention:
         Returns:
             [T, H_q, D].
         """
-        if len(batch.by_phase) == 1:
-            return attend(*batch.by_phase[0])
+        return self.by_part(batch.by_phase, query, attend)
+
+    def by_part(
+        self,
+        parts: list[tuple[ForwardBatch, Tensor | slice]],
+        query: Tensor,
+        attend: Callable[[ForwardBatch, Tensor | slice], Tensor],
+    ) -> Tensor:
+        """Attend from parts of a batch, one after the other, as `by_phase` does."""
+        if len(parts) == 1:
+            return attend(*parts[0])
         attended = torch.empty_like(query)
-        for part, where in batch.by_phase:
+        for part, where in parts:
             attended[where] = attend(part, where)
         return attended
 
@@ -111,7 +125,7 @@ class CacheAttention:
         """Attend from the new tokens to their visible keys, [T, H_q, D]."""
         if batch.most_new == 1:
             num_scores = None if batch.is_known else self.cache.block_tables.shape[-1] * self.cache.block_size
-            options = {"recent": seen.recent, "num_scores": num_scores}
+            options = {"recent": seen.recent, "num_scores": num_scores, "chunk_ends": seen.chunk_ends}
             attended: Tensor = self.attend_once(layer_index, batch, query, scaling, **options)
             return attended
         layer = self.cache.layer(layer_index)

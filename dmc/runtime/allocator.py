@@ -79,14 +79,13 @@ class BlockAllocator:
         self.height += blocks.numel()
 
     def grow(self, num_blocks: int) -> None:
-        """Add blocks up to a total of `num_blocks`."""
-        free = self.num_free
+        """Add blocks up to a total of `num_blocks`; does not wait for the device."""
         added = torch.arange(num_blocks - 1, self.num_blocks - 1, -1, dtype=torch.int32, device=self.stack.device)
-        stack = self.stack.new_zeros(num_blocks)
-        stack[:free] = self.stack[:free]
-        stack[free : free + added.numel()] = added
+        stack = torch.cat((self.stack, added))
+        on_top = self.height + torch.arange(added.numel(), device=stack.device)
+        stack[on_top] = added
         self._place = torch.cat((self._place, added.flip(0).long()))
-        self._place[added.long()] = torch.arange(free, free + added.numel(), device=stack.device)
+        self._place[added.long()] = on_top
         self.extra = torch.cat((self.extra, torch.zeros_like(added)))
         self.height += added.numel()
         self.num_blocks, self.stack = num_blocks, stack

@@ -97,7 +97,7 @@ class PagedCache:
         """Another number whenever tensors of the cache have moved."""
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._grows_by_layer = False
+        self._grows_by_layer, self._room = False, 0
         self._known_free = self.allocator.num_blocks
         self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
 
@@ -287,13 +287,14 @@ class PagedCache:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
 
         A pool that grows does so layer by layer when a prompt is fed, in `make_room`: room for all layers uncompressed
-        would defeat the compression.
+        would defeat the compression. The host counts down what is free at least.
 
         Raises:
             OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
         """
         self._grows_by_layer = self.grows and max(num_new) > 1
         if self._grows_by_layer:
+            self._room = self._known_free - self._most_taken(self._fed_since_known)
             self._known_free = 0
         else:
             missing = self._missing_blocks(rows, num_new)
@@ -317,13 +318,19 @@ class PagedCache:
     def make_room(self, num_new: list[int]) -> None:
         """Let a pool that grows hold so many more tokens of each of some sequences in one layer.
 
-        Decoding sequences ask too where they share a pass with a prompt.
+        Decoding sequences ask too where they share a pass with a prompt. The device is asked for what compression has
+        left free only when that many blocks could be lacking.
         """
-        if self._grows_by_layer:
-            wanted = self.layout.num_kv_heads * sum(-(-count // self.block_size) for count in num_new)
-            missing = wanted - self.allocator.num_free
-            if missing > 0:
-                self._grow_pool(missing)
+        if not self._grows_by_layer:
+            return
+        wanted = self.layout.num_kv_heads * sum(-(-count // self.block_size) for count in num_new)
+        if wanted > self._room:
+            self._room = self.allocator.num_free
+            if wanted > self._room:
+                before = self.allocator.num_blocks
+                self._grow_pool(wanted - self._room)
+                self._room += self.allocator.num_blocks - before
+        self._room -= wanted
 
     def _missing_blocks(self, rows: list[int], num_new: list[int], others: int = 0) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""

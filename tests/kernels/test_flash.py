@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.cache_layers import fill, make_layer
+from oracles.cache_layers import Stream, fill, make_layer
 
+from dmc.compression import CompressionConfig
 from dmc.kernels import flash, reference
 from dmc.kernels.base import Recent
 
@@ -41,6 +43,30 @@ def naive_decode(
     return out, lse
 
 
+def naive_varlen(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """Attend causally, the last query to all keys, as both libraries document; q [total, heads, D]."""
+    assert table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32 and causal
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and len(cu_seqlens_q) == len(table) + 1
+    out = torch.full_like(q, torch.nan)
+    for row, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        for index in range(begin, end):
+            length = int(cache_seqlens[row]) - (end - 1 - index)
+            one = q[None, index : index + 1], k_cache, v_cache, table[row : row + 1]
+            counts = torch.tensor([length], dtype=torch.int32)
+            out[index] = naive_decode(*one, counts, softmax_scale, torch.inf)[0][0, 0]
+    return out
+
+
 @pytest.fixture(params=["block_table", "page_table"])
 def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Install flash-attn 2 (`block_table`) or FlashAttention-3 (`page_table`), as naive stand-ins."""
@@ -51,9 +77,25 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         assert return_softmax_lse
         return naive_decode(q, k_cache, v_cache, block_table, empty_lse=torch.inf, **options)
 
-    def flash_3(
-        q: Any, k_cache: Any, v_cache: Any, *, page_table: Any, return_softmax_lse: bool, **options: Any
+    def flash_2_varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *,
+        max_seqlen_k: int,
+        block_table: Any,
+        **options: Any,
     ) -> Any:
+        assert cu_seqlens_k.dtype == torch.int32 and max_seqlen_k >= cu_seqlens_k.diff().max()
+        return naive_varlen(q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, **options)
+
+    def flash_3(
+        q: Any, k_cache: Any, v_cache: Any, *, page_table: Any, return_softmax_lse: bool = False, **options: Any
+    ) -> Any:
+        if "cu_seqlens_q" in options:
+            return naive_varlen(q, k_cache, v_cache, page_table, **options)
         assert return_softmax_lse
         return *naive_decode(q, k_cache, v_cache, page_table, empty_lse=-torch.inf, **options), None, None
 
@@ -62,10 +104,11 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     ]
     module = ModuleType(name)
     module.flash_attn_with_kvcache = function  # type: ignore[attr-defined]
+    module.flash_attn_varlen_func = flash_2_varlen  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
-    flash._paged_decode.cache_clear()
+    flash._library.cache_clear()
     yield request.param
-    flash._paged_decode.cache_clear()
+    flash._library.cache_clear()
 
 
 @pytest.mark.parametrize("delay", [0, 4])
@@ -91,6 +134,25 @@ def test_heads_folded_into_the_batch_give_the_reference(
     torch.testing.assert_close(scored, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [None, CompressionConfig(delay=4)], ids=["full cache", "delayed gates"])
+def test_prompts_give_the_reference_chunk_by_chunk(
+    flash_attn: str, config: CompressionConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[str] = []
+    load = flash.load_backend
+    monkeypatch.setattr(flash, "load_backend", lambda *given: others.append("called") or load(*given))
+    layer = make_layer(config, head_dim=16, max_blocks=3)
+    stream, generator = Stream(layer, config, rows=[2, 0], time=40), torch.Generator().manual_seed(0)
+    for begins, ends in (([0, 0], [17, 3]), ([17, 3], [31, 9])):
+        batch, tokens = stream.tokens(begins, ends)
+        query = torch.randn(batch.num_tokens, 6, 16, generator=generator)
+        seen = reference.append_or_merge(layer, batch, tokens, config)
+        arguments = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen, 0.25
+        actual = flash.prefill_attention(*arguments)
+        torch.testing.assert_close(actual, reference.prefill_attention(*arguments), rtol=0, atol=1e-5)
+    assert bool(others) == (config is not None)
+
+
 def test_what_it_cannot_serve_is_said_with_a_way_out(flash_attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda = torch.device("cuda")
@@ -108,6 +170,6 @@ def test_what_it_cannot_serve_is_said_with_a_way_out(flash_attn: str, monkeypatc
 def test_without_flash_attn_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
-    flash._paged_decode.cache_clear()
+    flash._library.cache_clear()
     with pytest.raises(ImportError, match=r"needs FlashAttention-3 .* or flash-attn 2 .*use kernels='triton'"):
         flash.supports(torch.bfloat16, 128, 256, torch.device("cuda"))

@@ -25,7 +25,7 @@ from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
-from dmc.kernels.triton import attention
+from dmc.kernels.triton import append, attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -52,19 +52,45 @@ def gates_of(settings: dict | None) -> CompressionConfig | None:
 
 
 @pytest.mark.parametrize("settings", GATES, ids=str)
-def test_a_stream_leaves_the_state_of_the_reference(settings: dict | None, place: tuple[str, torch.dtype]) -> None:
+def test_a_stream_leaves_the_state_of_the_reference(
+    settings: dict | None, place: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, dtype = place
+    monkeypatch.setattr(append, "CHUNK", 8)
     config, tolerance = gates_of(settings), TOLERANCES[dtype]
-    expected = make_layer(config, block_size=4, max_blocks=8, head_dim=24, dtype=dtype)
+    expected = make_layer(config, block_size=4, max_blocks=16, head_dim=24, dtype=dtype)
     actual = copy_to(expected, device)
-    stream = Stream(expected, config, rows=[2, 0], time=23)
-    for begin, end in ((0, 1), (1, 2), (2, 17), *((token, token + 1) for token in range(17, 23))):
+    stream = Stream(expected, config, rows=[2, 0], time=62)
+    ones = (([token, token + 35], [token + 1, token + 36]) for token in range(17, 23))
+    for begin, end in ((0, 1), (1, 2), (2, 17), (17, [17, 52]), *ones, ([23, 58], [57, 61])):
         batch, tokens = stream.tokens(begin, end)
         seen = kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
         wanted = reference.append_or_merge(expected, batch, tokens, config)
         assert_same_view(seen, wanted, tolerance)
         assert_same_state(actual, expected, tolerance)
+        if seen.chunk_ends is not None:
+            chunks = -(-expected.lengths[batch.rows].flatten() // 8)
+            assert torch.equal(seen.chunk_ends.cpu(), chunks.clamp_min(1).cumsum(0).int())
     assert not expected.lengths[1].any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"delay": 4}, {"window_size": None}], ids=str)
+@pytest.mark.parametrize("broken", ["key", "value", "omega"])
+def test_a_number_that_is_not_finite_reaches_its_own_slot_alone(
+    broken: str, settings: dict, place: tuple[str, torch.dtype]
+) -> None:
+    device, dtype = place
+    config = gates_of(settings)
+    expected = make_layer(config, block_size=4, max_blocks=14, dtype=dtype)
+    actual = copy_to(expected, device)
+    stream = Stream(expected, config, rows=[0], time=40)
+    getattr(stream, broken)[0, 9] = torch.inf
+    batch, tokens = stream.tokens(0, 40)
+    kernels.append_or_merge(actual, copy_to(batch, device), copy_to(tokens, device), config)
+    reference.append_or_merge(expected, batch, tokens, config)
+    for got, wanted in zip(actual.entry_pages, expected.entry_pages):
+        assert 0 < wanted.isnan().sum() < wanted.numel() / 10
+        torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("settings", [{"delay": 4}, {"window_size": None}], ids=str)
@@ -168,6 +194,7 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     monkeypatch.setattr(attention, "_multiprocessors", lambda _: num_programs)
     monkeypatch.setattr(attention, "PROGRAMS", 1)
     monkeypatch.setattr(attention, "COUNTED_TOGETHER", 8)  # not all heads at once
+    monkeypatch.setattr(attention, "WAYS", 4)
     merge, cuts = attention._merge_kernel, []
 
     class Spy:
@@ -219,6 +246,25 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, place: tuple[str, torch.dtype]) -> None:
+    device, dtype = place
+    generator = torch.Generator().manual_seed(0)
+    layer = make_layer(None, max_blocks=5, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
+    stream = Stream(layer, None, rows=[2, 0], time=70)
+    for begins, ends in (([0, 0], [40, 9]), ([40, 9], [51, 70])):
+        batch, tokens = stream.tokens(begins, ends)
+        slots = reference.append_or_merge(layer, batch, tokens, None).slots
+        slots[:, 1] = (slots[:, 1] - 20).clamp_min(1)  # a head of fewer slots
+        query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
+        wanted = reference.attention_received(query, layer, batch, slots, 0.2)
+        given = (copy_to(each, device) for each in (query, layer, batch, slots))
+        for got, each in zip(kernels.attention_received(*given, 0.2), wanted, strict=True):
+            count = each.shape[-1]
+            torch.testing.assert_close(got[..., :count].cpu(), each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+            assert not got[..., count:].any()
+
+
 @pytest.mark.parametrize("place", PLACES[:1], indirect=True)
 def test_the_engine_generates_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_compressed: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
@@ -226,7 +272,7 @@ def test_the_engine_generates_the_tokens_of_the_reference(
     model, prompts = make_compressed(gates={"delay": 3}).to(place[0]), make_prompts(5, 2, 20)
     params = SamplingParams(max_new_tokens=6, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
-    engine = Engine(model, kernels="triton")
+    engine = Engine(model, kernels="triton", prefill_chunk_size=8)  # the longest prompt goes on while others decode
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
     assert engine.blocks_in_use == 0
 

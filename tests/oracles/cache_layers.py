@@ -137,14 +137,16 @@ def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float
 
 
 def assert_same_view(actual: VisibleKeys, expected: VisibleKeys, tolerance: float) -> None:
-    """Compare what queries see; recent tokens only where they exist."""
+    """Compare what queries see; recent tokens and open slots only where they exist."""
     assert torch.equal(actual.slots.cpu().long(), expected.slots.long())
-    assert (actual.recent is None) == (expected.recent is None)
-    if actual.recent is not None and expected.recent is not None:
-        exists = expected.recent.exists
-        assert torch.equal(actual.recent.exists.cpu(), exists)
-        for given, wanted in ((actual.recent.key, expected.recent.key), (actual.recent.value, expected.recent.value)):
-            mask = exists[:, None, None]
+    for given_states, wanted_states in ((actual.recent, expected.recent), (actual.top, expected.top)):
+        assert (given_states is None) == (wanted_states is None)
+        if given_states is None or wanted_states is None:
+            continue
+        exists = wanted_states.exists
+        assert torch.equal(given_states.exists.cpu(), exists)
+        for name in ("key", "value"):
+            given, wanted = getattr(given_states, name), getattr(wanted_states, name)
             torch.testing.assert_close(
-                (given.cpu() * mask).float(), (wanted * mask).float(), rtol=tolerance, atol=tolerance
+                given.cpu()[exists].float(), wanted[exists].float(), rtol=tolerance, atol=tolerance
             )

@@ -1,8 +1,10 @@
 """The NVIDIA backend: Triton kernels without host synchronization while decoding, so a step fits a CUDA graph.
 
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
+append_chunk.py  the same of several tokens of each sequence, tile by tile
 attention.py   decode: the ragged heads' slots dealt out evenly, then a merge of the heads that were cut
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
+received.py    what each slot receives from a prompt's queries
 eviction.py    after a generated token: metadata of entries, attention received, and which entry goes
 compaction.py  evict entries, and close the gaps
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from dmc.kernels.probabilities import attention_received
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact, evict
@@ -24,6 +25,7 @@ from dmc.kernels.triton.eviction import (
     write_metadata,
 )
 from dmc.kernels.triton.prefill import prefill_attention
+from dmc.kernels.triton.received import attention_received
 
 __all__ = [
     "add_attention",

@@ -8,13 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.compression import CompressionConfig
-from dmc.kernels import reference
 from dmc.kernels.base import LayerCache, NewTokens, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
+from dmc.kernels.triton.append_chunk import PLANNED_TOGETHER, append_chunk, strides, with_dense_channels
+from dmc.kernels.triton.attention import CHUNK, chunks_of
 
-PLANNED_TOGETHER = 256
-"""Heads that the planning program handles at once: no number of sequences compiles a kernel of its own."""
 RECENT_TILE = 16
 """Raw recent tokens that one program rotates."""
 
@@ -22,16 +21,17 @@ RECENT_TILE = 16
 def append_or_merge(
     cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, config: CompressionConfig | None
 ) -> VisibleKeys:
-    """See `dmc.kernels.reference.append_or_merge`, which also serves batches with several tokens of a sequence.
+    """See `dmc.kernels.reference.append_or_merge`.
 
-    With one token of each sequence there is no host sync and no shape depends on data.
+    There is no host sync, and with one token of each sequence no shape depends on data.
     """
     if batch.most_new > 1:
-        return reference.append_or_merge(cache, batch, tokens, config)
+        return append_chunk(cache, batch, tokens, config)
     sequences, kv_heads = tokens.key.shape[:2]
     delay = 0 if config is None else config.delay
     constants = {"KV_HEADS": kv_heads, "DELAY": delay, "HISTORY": history_size(config)}
     slots = cache.lengths.new_empty(sequences, kv_heads)
+    chunk_ends = slots.new_empty(slots.numel())
     targets = torch.empty_like(slots, dtype=torch.long)
     with torch.cuda.device_of(cache.lengths):
         _plan_kernel[(1,)](
@@ -45,26 +45,20 @@ def append_or_merge(
             cache.num_free,
             slots,
             targets,
+            chunk_ends,
             sequences * kv_heads,
             cache.block_tables.shape[-1],
-            *_strides(tokens.decisions),
+            *strides(tokens.decisions),
             BLOCK_SIZE=cache.block_size,
             DROPS=config is not None and config.action == "drop",
             PAIRS=PLANNED_TOGETHER,
+            CHUNK=CHUNK,
             **constants,
         )
         cos, sin = (None, None) if config is None or batch.rotary is None else batch.rotary
         _enter_heads(cache, batch, tokens, config, targets, (cos, sin), constants)
-        return VisibleKeys(slots, recent=_recent(cache, batch, tokens, constants) if delay > 0 else None)
-
-
-def _strides(states: Tensor | None) -> tuple[int, int]:
-    """Strides of sequences and heads."""
-    return (0, 0) if states is None else (states.stride(0), states.stride(1))
-
-
-def _with_dense_channels(states: Tensor) -> Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()
+        recent = _recent(cache, batch, tokens, constants) if delay > 0 else None
+        return VisibleKeys(slots, recent=recent, chunk_ends=chunk_ends)
 
 
 def _enter_heads(
@@ -80,7 +74,7 @@ def _enter_heads(
     if config is not None and config.action == "merge":
         pooling = "window" if config.window_size is not None else "mean"
         window = config.window_size or 1
-    key, value = _with_dense_channels(tokens.key), _with_dense_channels(tokens.value)
+    key, value = with_dense_channels(tokens.key), with_dense_channels(tokens.value)
     head_dim = key.shape[-1]
     _enter_kernel[(targets.numel(),)](
         batch.row_index,
@@ -101,10 +95,10 @@ def _enter_heads(
         cache.history_omega,
         cache.mean,
         cache.weight,
-        *_strides(key),
-        *_strides(value),
-        *_strides(tokens.decisions),
-        *_strides(tokens.omega),
+        *strides(key),
+        *strides(value),
+        *strides(tokens.decisions),
+        *strides(tokens.omega),
         POOLING=pooling,
         WINDOW=window,
         AGES=triton.next_power_of_2(max(1, window - 1)),
@@ -152,6 +146,7 @@ def _plan_kernel(
     num_free,
     slots,
     targets,
+    chunk_ends,
     num_pairs,
     num_blocks,
     decisions_stride,
@@ -162,10 +157,15 @@ def _plan_kernel(
     BLOCK_SIZE: tl.constexpr,
     DROPS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Give each (sequence, head) its new length, a block if it needs one, and the page slot to write (-1: none)."""
+    """Give each (sequence, head) its new length, a block if it needs one, and the page slot to write (-1: none).
+
+    Decode attention finds its work by the chunks of all heads up to each.
+    """
     free = tl.load(num_free)
     taken = tl.zeros((), dtype=tl.int32)
+    dealt = tl.zeros((), dtype=tl.int32)
     for start in range(0, num_pairs, PAIRS):
         pair = start + tl.arange(0, PAIRS)
         known = pair < num_pairs
@@ -198,6 +198,9 @@ def _plan_kernel(
         tl.store(targets + pair, tl.where(writes, block * BLOCK_SIZE + last % BLOCK_SIZE, -1), mask=known)
         tl.store(lengths + cell, length, mask=known)
         tl.store(slots + pair, length, mask=known)
+        chunks = chunks_of(length, known, CHUNK)
+        tl.store(chunk_ends + pair, dealt + tl.cumsum(chunks, 0), mask=known)
+        dealt += tl.sum(chunks, 0)
         taken += tl.sum(count, 0)
     tl.store(num_free, free - taken)
 

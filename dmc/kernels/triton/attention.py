@@ -1,8 +1,9 @@
 """Decode attention: the chunks of all heads in one queue, of which every program takes an equal run.
 
-A program finds its run by a prefix sum over the heads' lengths, on the device: heads of very different lengths share
-the work evenly, the number of programs follows from shapes alone (for CUDA graphs), and no plan is kept. A head that
-lies within one run is written at once; the others are cut where runs end, and their parts are merged afterwards.
+A program finds its run by a search in the prefix sum of the heads' chunks, which the append of the same tokens leaves
+on the device: heads of very different lengths share the work evenly, and the number of programs follows from shapes
+alone (for CUDA graphs). A head that lies within one run is written at once; the others are cut where runs end, and
+their parts are merged afterwards.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ PROGRAMS = 2
 """Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
 TILE_BYTES = 8192
 """Size of a tile's keys."""
-COUNTED_TOGETHER = 16
-"""Heads whose chunks a program counts at once: few, so that nothing spills to count them."""
+WAYS = 32
+"""Parts that a search in the prefix sum divides what is left into: two loads for 1,024 heads."""
+COUNTED_TOGETHER = 256
+"""Heads whose chunks are counted at once, where no append has counted them."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -42,6 +45,7 @@ def paged_attention(
     recent: Recent | None = None,
     return_scores: bool = False,
     num_scores: int | None = None,
+    chunk_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; there is no host sync."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -62,6 +66,9 @@ def paged_attention(
     row_bytes = channels * query.element_size()
     constants = {"GROUP": group, "HEAD_DIM": head_dim, "CHANNELS": channels}
     with torch.cuda.device_of(query):
+        if chunk_ends is None:
+            chunk_ends = lengths.new_empty(pairs)
+            _ends_kernel[(1,)](lengths, rows, chunk_ends, pairs, KV_HEADS=kv_heads, CHUNK=CHUNK, PAIRS=COUNTED_TOGETHER)
         _attend_kernel[(num_programs,)](
             query,
             key_pages,
@@ -69,6 +76,7 @@ def paged_attention(
             *(scales or (None, None)),
             block_tables.contiguous(),
             lengths,
+            chunk_ends,
             rows,
             None if recent is None else recent.key.contiguous(),
             None if recent is None else recent.value.contiguous(),
@@ -89,7 +97,7 @@ def paged_attention(
             KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size,
             CHUNK=CHUNK,
-            PAIRS=COUNTED_TOGETHER,
+            WAYS=WAYS,
             MEMBERS=max(16, triton.next_power_of_2(group)),
             KEYS=tile_keys(row_bytes, TILE_BYTES),
             RECENT_KEYS=16,
@@ -112,13 +120,37 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _count_chunks(pair, num_pairs, rows, lengths, KV_HEADS: tl.constexpr, CHUNK: tl.constexpr):
-    """Count the chunks of heads, one of an empty head too; none beyond the last head."""
-    known = pair < num_pairs
-    sequence, head = pair // KV_HEADS, pair % KV_HEADS
-    row = sequence if rows is None else tl.load(rows + sequence, mask=known, other=0)
-    length = tl.load(lengths + row * KV_HEADS + head, mask=known, other=0)
+def chunks_of(length, known, CHUNK: tl.constexpr):
+    """Count the chunks of heads, one of an empty head too; none where not `known`."""
     return tl.where(known, tl.maximum(tl.cdiv(length, CHUNK), 1), 0)
+
+
+@triton.jit
+def _ends_kernel(lengths, rows, ends, num_pairs, KV_HEADS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr):
+    """Write how many chunks there are up to the end of each head."""
+    counted = tl.zeros((), tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        known = pair < num_pairs
+        sequence, head = pair // KV_HEADS, pair % KV_HEADS
+        row = sequence if rows is None else tl.load(rows + sequence, mask=known, other=0)
+        chunks = chunks_of(tl.load(lengths + row * KV_HEADS + head, mask=known, other=0), known, CHUNK)
+        tl.store(ends + pair, counted + tl.cumsum(chunks, 0), mask=known)
+        counted += tl.sum(chunks, 0)
+
+
+@triton.jit
+def _head_of(chunk, ends, num_pairs, WAYS: tl.constexpr):
+    """Find the first head that ends behind a chunk."""
+    head = tl.zeros((), tl.int32)
+    left = tl.zeros((), tl.int32) + num_pairs
+    while left > 1:
+        step = tl.cdiv(left, WAYS)
+        last = head + (1 + tl.arange(0, WAYS)) * step - 1
+        end = tl.load(ends + last, mask=last < num_pairs, other=2147483647)
+        head += tl.sum((end <= chunk).to(tl.int32), 0) * step
+        left = tl.minimum(step, num_pairs - head)
+    return head
 
 
 @triton.jit
@@ -130,6 +162,7 @@ def _attend_kernel(
     value_scales,
     block_tables,
     lengths,
+    chunk_ends,
     rows,
     recent_key,
     recent_value,
@@ -152,7 +185,7 @@ def _attend_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
-    PAIRS: tl.constexpr,
+    WAYS: tl.constexpr,
     MEMBERS: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -165,22 +198,12 @@ def _attend_kernel(
     The recent tokens of a head belong to its first chunk.
     """
     program = tl.program_id(0)
-    total = tl.zeros((), tl.int32)
-    for start in range(0, num_pairs, PAIRS):
-        total += tl.sum(_count_chunks(start + tl.arange(0, PAIRS), num_pairs, rows, lengths, KV_HEADS, CHUNK), 0)
+    total = tl.load(chunk_ends + num_pairs - 1)
     num_busy = tl.minimum(tl.num_programs(0), total)
     chunk = (tl.minimum(program, num_busy).to(tl.int64) * total // num_busy).to(tl.int32)
     end = (tl.minimum(program + 1, num_busy).to(tl.int64) * total // num_busy).to(tl.int32)
-    pair = tl.zeros((), tl.int32)  # the head of this chunk
-    first = tl.zeros((), tl.int32)  # chunks before that head
-    counted = tl.zeros((), tl.int32)
-    for start in range(0, num_pairs, PAIRS):
-        chunks = _count_chunks(start + tl.arange(0, PAIRS), num_pairs, rows, lengths, KV_HEADS, CHUNK)
-        ends = counted + tl.cumsum(chunks, 0)
-        is_before = (chunks > 0) & (ends <= chunk)
-        pair += tl.sum(is_before.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
-        counted += tl.sum(chunks, 0)
+    pair = _head_of(chunk, chunk_ends, num_pairs, WAYS)  # the head of this chunk
+    first = tl.load(chunk_ends + pair - 1, mask=pair > 0, other=0)  # chunks before that head
 
     member, channel = tl.arange(0, MEMBERS), tl.arange(0, CHANNELS)
     in_group = member < GROUP

@@ -1,9 +1,12 @@
 """Prefill attention: a block of queries of one KV head, its query heads packed together so that keys are read once.
 
-It iterates over the slots that any of them sees, then over the keys outside the pages.
+It iterates over the slots that any of them sees, then over the keys outside the pages. Blocks come off a flat list, so
+that no program is empty however different the sequences' numbers of tokens are.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -18,6 +21,8 @@ QUERY_BYTES = 16384
 """Size of a block of query rows, at most 64 of them; in float32 half as much."""
 TILE_BYTES = 8192
 """Size of a tile's keys, at most 32 of them; in float32 half as many."""
+HOPPER = 9
+"""Major compute capability where tiles of 64 keys leave room for two programs on a multiprocessor, without a spill."""
 
 
 def prefill_attention(
@@ -40,12 +45,15 @@ def prefill_attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
     row_bytes = channels * query.element_size()
-    # products of float32 take their operands, and those of 8 bits in it their copies, from registers
     is_wide = query.element_size() == 4
+    # products of float32 take their operands, and those of 8 bits in it their copies, from registers
     most = 64 if not is_wide else 32 if scales is None else 16
     rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (1 + is_wide) // row_bytes))
+    is_large = not is_wide and scales is None and channels <= 128 and major_capability(query.device) == HOPPER
+    tiles = batch.tiles(rows // group)
     with torch.cuda.device_of(query):
-        _prefill_kernel[(sequences * kv_heads, triton.cdiv(batch.most_new, rows // group))](
+        _prefill_kernel[(kv_heads, len(tiles))](
+            tiles,
             query,
             key_pages,
             value_pages,
@@ -71,15 +79,22 @@ def prefill_attention(
             BLOCK_SIZE=key_pages.shape[1],
             ROWS=rows,
             CHANNELS=channels,
-            KEYS=min(16 if is_wide else 32, tile_keys(row_bytes, TILE_BYTES)),
+            KEYS=64 if is_large else min(16 if is_wide else 32, tile_keys(row_bytes, TILE_BYTES)),
             STAGES=STAGES,
-            num_warps=4 if channels <= 64 else 8,
+            num_warps=4 if is_large or channels <= 64 else 8,
         )
     return out
 
 
+@functools.cache
+def major_capability(device: torch.device) -> int:
+    """Major compute capability of a GPU; 0 of a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
 @triton.jit
 def _prefill_kernel(
+    tiles,
     query,
     key_pages,
     value_pages,
@@ -111,12 +126,11 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
 ):
     """Attend from one block of queries of one KV head; row r is query r // GROUP of member r % GROUP."""
-    pair = tl.program_id(0).to(tl.int64)
-    sequence, head = pair // KV_HEADS, pair % KV_HEADS
+    head, tile = tl.program_id(0), tl.program_id(1)
+    sequence, first = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
     start = tl.load(cu_seqlens + sequence)
     num_new = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
     queries: tl.constexpr = ROWS // GROUP
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * queries  # the last queries see most: they start first
     row, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     index = first + row // GROUP
     asks = (index < num_new) & (row < queries * GROUP)

@@ -1,0 +1,146 @@
+"""Every way of serving against the reference: prompts in chunks beside decoding, then given tokens one by one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from dmc import Engine, SamplingParams, policies, retrofit
+from dmc.budget import Budget
+from dmc.compression import CompressionConfig
+from dmc.kernels import BACKENDS
+from dmc.models.build import random_model, twin
+
+GATES: dict[str, dict[str, Any]] = {
+    "merge": {},
+    "merge, delay 16": {"delay": 16},
+    "drop, delay 16": {"action": "drop", "delay": 16},
+}
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Of results that should be equal: log-probabilities, attention, gradients."""
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "CUDA graphs": ("merge", {}, {"cuda_graphs": True}),
+    "CUDA graphs, compiled": ("merge, delay 16", {}, {"cuda_graphs": True, "compile": True}),
+    "exact merge": ("exact merge", {}, {}),
+    "8-bit pages": ("merge, delay 16", {"kv_cache_dtype": "int8"}, {}),
+    "8-bit pages, H2O": ("full cache", {"kv_cache_dtype": "int8", "policy": policies.H2O(budget=Budget(ratio=2))}, {}),
+    "prefix cache": ("full cache", {"prefix_cache": True}, {}),
+    "H2O": ("full cache", {"policy": policies.H2O(budget=Budget(ratio=2))}, {}),
+    "TOVA": ("full cache", {"policy": policies.TOVA(budget=Budget(ratio=2))}, {}),
+}
+"""Beside backends and gates: the model, options of both engines, and of the one that is checked."""
+Rows = Iterator[dict[str, Any]]
+
+
+def row(measured: str, value: float, unit: str, beside: str = "", *, holds: bool | None = None) -> dict[str, Any]:
+    return {"measured": measured, "value": value, "unit": unit, "beside": beside, "holds": holds}
+
+
+class Teacher:
+    """Gives a sequence its next token, whatever the model prefers, and keeps the predictions."""
+
+    def __init__(self, prompt: list[int], tokens: list[int]) -> None:
+        self.begin, self.tokens = len(prompt), tokens
+        self.kept: list[Tensor] = []
+
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        self.kept.append(scores.float().log_softmax(-1).cpu())
+        given = self.tokens[tokens.shape[-1] - self.begin]
+        return torch.full_like(scores, -torch.inf).index_fill_(-1, torch.tensor([given], device=scores.device), 0.0)
+
+
+def decoded(engine: Engine, prompts: list[list[int]], continuations: list[list[int]]) -> Tensor:
+    """Feed prompts and then the continuations, token by token; the log-probabilities of all steps, [n, vocab]."""
+    teachers = [Teacher(*pair) for pair in zip(prompts, continuations, strict=True)]
+    params = [
+        SamplingParams(max_new_tokens=len(each.tokens), temperature=0, ignore_eos=True, logits_processor=each)
+        for each in teachers
+    ]
+    for generation, teacher in zip(engine.generate(prompts, params), teachers, strict=True):
+        assert generation.token_ids == teacher.tokens, generation.finish_reason
+    return torch.cat([torch.cat(each.kept) for each in teachers])
+
+
+class CountedKernel:
+    """Counts the launches of a Triton kernel."""
+
+    def __init__(self, kernel: Any, name: str, counts: Counter[str]) -> None:
+        self._kernel, self._name, self._counts = kernel, name, counts
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._counts[self._name] += 1
+        return self._kernel[grid]
+
+
+@contextlib.contextmanager
+def counted_kernels() -> Iterator[Counter[str]]:
+    """Count the launches of all Triton kernels by name, those that are not launched with 0."""
+    from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
+
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for module in (append, append_chunk, attention, prefill, received, eviction, compaction):
+            for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
+                counts[name] += 0
+                stack.enter_context(patch.object(module, name, CountedKernel(kernel, name, counts)))
+        yield counts
+
+
+def check_serving(place: Any) -> Rows:
+    """Backends, gates, dtypes and settings of an engine against the reference, then which kernels ran."""
+    with counted_kernels() if place.has_triton else contextlib.nullcontext(Counter[str]()) as counts:
+        for dtype in place.dtypes:
+            yield from _of_dtype(place, dtype)
+    if place.has_triton:
+        missing = [name for name, count in counts.items() if not count]
+        ran = f"never ran: {', '.join(missing)}" if missing else "each one's launches: " + _listed(counts)
+        yield row("Triton kernels that ran", len(counts) - len(missing), f"of {len(counts)}", ran, holds=not missing)
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name.strip('_').removesuffix('_kernel')} {count}" for name, count in sorted(counts.items()))
+
+
+def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
+    stock = random_model(place.shape(1), dtype, place.device)  # in a second layer the last bit may turn a decision
+    for name, parameter in stock.named_parameters():  # as peaked as attention of a 7B's width
+        if "self_attn" in name:
+            parameter.data *= place.size(1, 8)
+    generator = torch.Generator().manual_seed(0)
+
+    def random_tokens(*lengths: int) -> list[list[int]]:
+        return [torch.randint(stock.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+    prompts = random_tokens(place.size(700, 22), place.size(300, 9))
+    continuations = random_tokens(place.size(40, 6), place.size(50, 7))
+    models = {"full cache": twin(stock)}
+    for gates, changes in {**GATES, "exact merge": {"window_size": None}}.items():
+        config = CompressionConfig(decision_offset=0.0, **changes)  # every other token, for keys spread evenly about 0
+        models[gates] = retrofit(twin(stock), config)
+    ways = [
+        (f"{kernels}, {gates}", gates, kernels, {}, {}) for gates in ("full cache", *GATES) for kernels in BACKENDS[1:]
+    ]
+    kernels = "triton" if place.has_triton else "cpu"
+    ways += [(f"{kernels}, {name}", gates, kernels, *options) for name, (gates, *options) in SETTINGS.items()]
+    expected: dict[str, Tensor] = {}
+    for name, gates, kernels, both, own in ways:
+        options = {"prefill_chunk_size": place.size(256, 16), "block_size": 256 if kernels == "flash" else 16, **both}
+        title = f"{name}, {str(dtype).removeprefix('torch.')}"
+        try:
+            engine = Engine(models[gates], kernels=kernels, **options, **own)
+        except (ValueError, ImportError) as error:
+            yield row(title, 0, "", f"does not serve this: {error}"[:120])
+            continue
+        key = f"{gates}, {both}"
+        if key not in expected:
+            reference = Engine(models[gates], kernels="reference", **{**options, "block_size": 16})
+            expected[key] = decoded(reference, prompts, continuations)
+        worst = float((decoded(engine, prompts, continuations) - expected[key]).abs().max())
+        holds = worst <= LARGEST_DIFFERENCE[dtype]
+        yield row(title, worst, "nats", "of the reference, at most", holds=holds)
