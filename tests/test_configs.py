@@ -225,8 +225,10 @@ def test_regimes_have_the_papers_lengths():
         ramp = [plan.at(250 + lengths[name] * third // 3).target_ratio for third in range(3)]
         assert ramp == ([4.0] * 3 if name == "retrofit_immediate" else pytest.approx([1.0, 2.0, 3.0], abs=1e-3))
         assert (plan.at(0).stage, plan.total_steps - lengths[name]) == ("zero_out", 250 + 1907)
-        settings = dataclasses.replace(composed().training, stages=config.training.stages)
-        assert dataclasses.replace(config.training, snapshot_ratios=[]) == settings
+        changed = {"stages": config.training.stages, "micro_batch_size": config.training.micro_batch_size}
+        assert dataclasses.replace(config.training, snapshot_ratios=[]) == dataclasses.replace(
+            composed().training, **changed
+        )
     assert lengths == {"retrofit": 17167, "retrofit_short": 8584, "retrofit_immediate": 17167}  # 6K, 3K per +1 of CR
 
 

@@ -331,7 +331,7 @@ def test_jobs_come_while_the_engines_step_and_are_answered_when_these_stop(make_
     assert httpx.get(f"{server.url}/health").status_code == 503
 
 
-def test_only_the_request_that_fails_fails(make_server: Any, served: Any) -> None:
+def test_a_pass_that_fails_ends_its_requests_and_the_server_goes_on(make_server: Any, served: Any) -> None:
     theirs = served.worker.engines["full"]
     engine = Engine(theirs.model, theirs.tokenizer)
     server = make_server({"one": engine})
@@ -346,13 +346,16 @@ def test_only_the_request_that_fails_fails(make_server: Any, served: Any) -> Non
     engine._runner.forward = refuse
     client = server.client()
     good: Any = {"model": "one", "prompt": "line 4", "max_tokens": 30, "temperature": 0, "logit_bias": {str(bad): -100}}
+    text = client.completions.create(**good).choices[0].text
     stream = iter(client.completions.create(**good, stream=True))
-    text = next(stream).choices[0].text
+    assert text.startswith(next(stream).choices[0].text)
     with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(**{**good, "prompt": "a & b"})
     assert caught.value.body["type"] == "server_error"
-    text += "".join(piece.choices[0].text for piece in stream)
-    assert text == client.completions.create(**good).choices[0].text
+    with pytest.raises(openai.APIError, match="the request has failed"):
+        for _ in stream:
+            pass
+    assert client.completions.create(**good).choices[0].text == text
     server.wait_until_idle()
 
 
