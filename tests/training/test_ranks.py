@@ -165,5 +165,5 @@ def test_the_others_hear_why_rank_zero_could_not_export(two_ranks, tmp_path):
     two_ranks["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
     with Ranks(two_ranks, 2, log := tmp_path / "ranks.log", fail_to_describe) as ranks:
         assert ranks.join() == [1, 1]
-    assert "RuntimeError: export 1 to" in log.read_text()
+    assert "OSError: export 1 to" in log.read_text()
     assert "failed on the first rank: ValueError: these settings are refused" in log.read_text()
