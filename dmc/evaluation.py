@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from lightning import Trainer
 from pydantic import Field
 
@@ -64,10 +65,13 @@ def score_answers(model: Any, samples: Sequence[Sample], batch_size: int, sharin
             # A rank without a batch takes part in the others' passes: some strategies run each pass on all ranks.
             batch, num_answered = batches[min(turn + reader, len(batches) - 1)]
             input_ids = batch.to(model.device)
-            output = model(input_ids[:, :-1], use_cache=False, logits_to_keep=num_answered, **gates)
-            logits, answers = output.logits.float(), input_ids[:, -num_answered:]
+            read, answers = input_ids[:, :-1], input_ids[:, -num_answered:]
+            num_added = -read.shape[1] % cutting.size  # after the text: such ranks may divide its tokens evenly
+            read = F.pad(read, (0, num_added))
+            output = model(read, use_cache=False, logits_to_keep=num_answered + num_added, **gates)
+            logits = output.logits[:, :num_answered].float()
             if turn + reader < len(batches) and sharing.rank % cutting.size == 0:
-                losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
+                losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
                 right = (logits.argmax(-1) == answers).all(-1)
                 found += torch.stack((right.double().sum(), losses.double().mean(-1).sum())).cpu()
     exact_match, loss = (sharing.added(found) / len(samples)).tolist()

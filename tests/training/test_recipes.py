@@ -3,16 +3,17 @@
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from launching import Ranks, logged, logged_losses, train_ranks
+from launching import Ranks, logged, logged_losses, note_positions, train_ranks
 
 from dmc.config import RatioControlConfig, RunConfig, build_config
 from dmc.data import ResumableOrder, TextSource, build_packed, framing_of, train_tokenizer
 from dmc.models import load_model, retrofit
-from dmc.training import train
+from dmc.training import EXIT_PREEMPTED, train
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import read_tensors
 from dmc.training.checkpoints.saving import remove, saved_checkpoints
@@ -111,6 +112,34 @@ def test_a_run_that_averages_over_tokens_goes_on_at_the_step_that_it_left(run_va
     trained(run_values, resumed)
     assert logged_losses(whole) == logged_losses(resumed)
     assert json.loads((resumed / "starts.jsonl").read_text().splitlines()[1])["step"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_average_over_tokens_is_the_same_where_ranks_divide_sequences_for_some_steps(
+    run_values, chats, tmp_path, streaming
+):
+    run_values["data"] |= {"streaming": streaming, "stream_shards": 2}
+    run_values["training"] |= {"loss_average": "token", "micro_batch_size": 1}
+    whole = trained(run_values, tmp_path / "whole")
+    folder = tmp_path / "divided"
+    layouts = (
+        (1, {}, 2),
+        (2, {"strategy": "ddp", "context_parallel_size": 2}, 4),
+        (4, {"strategy": "fsdp2", "context_parallel_size": 2}, 6),
+        (2, {"strategy": "fsdp2", "tensor_parallel_size": 2}, 7),
+        (1, {}, None),
+    )
+    for count, trainer, stop in layouts:
+        part = run_values | {"output_dir": str(folder), "trainer": run_values["trainer"] | {"devices": count} | trainer}
+        positions = tmp_path / f"positions {count} {stop} of rank "
+        sabotage = partial(note_positions, log=positions, stop=None if stop is None else (stop, 0), on_rank=count - 1)
+        with Ranks(part, count, log := tmp_path / "log", sabotage) as ranks:
+            assert ranks.join() == [0 if stop is None else EXIT_PREEMPTED] * count, log.read_text()[-4000:]
+    assert logged_losses(folder) == pytest.approx(logged_losses(whole), rel=1e-4)
+    weights, found = (load_model(each / "final").state_dict() for each in (whole, folder))
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=0)
 
 
 def test_a_step_is_counted_before_its_first_micro_batch_and_no_later_one_is_read():
