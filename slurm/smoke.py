@@ -70,7 +70,7 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
     peak = max(values.get("train/peak_memory_gib", 0.0) for values in steps)
     tensors = (memory["total"] - memory.get("context, fragmentation", 0)) / GIB  # what PyTorch's allocator counts too
     of_plan = f"{tensors:.2f} GiB of tensors"
-    planned_checkpoint = plan["disk"]["checkpoint"] if "disk" in plan else plan["checkpoint_bytes"]
+    planned_checkpoint = plan["disk"]["checkpoint"]
     checkpoint = folder / FOLDER_NAME / step_name(saved["step"])
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     hours = None if seconds is None else seconds * plan["steps"] * plan["num_devices"] / 3600
