@@ -223,11 +223,14 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         ),
         "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole),
     }
+    is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     for pattern, name in model.config.base_model_tp_plan.items():
         if name in styles:
             parallelize_module(model.model, mesh, {pattern: styles[name]})
     for layer in model.model.layers:
         parallelize_module(layer, mesh, of_layer)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(is_trained[name])  # the norms' are new ones under SequenceParallel
     ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     model.model.layers[0].register_forward_pre_hook(lambda _, inputs: (ranks.parted(inputs[0], TIME), *inputs[1:]))
     model.model.norm.register_forward_pre_hook(lambda _, inputs: (ranks.join(inputs[0], TIME), *inputs[1:]))
