@@ -15,7 +15,7 @@ from dmc.ranks import ALONE, Ranks
 
 NUM_HALVINGS = 12
 REACH = 4.0
-"""Largest shift of the offset."""
+"""Largest shift of the offset, times `decision_scale`, which spreads the logits."""
 TOLERANCE = 0.002
 """Relative distance from the target at which the search stops."""
 
@@ -46,7 +46,7 @@ def calibrate_offset(
     """Set the model's `decision_offset` so that its ratio on `batches`, held or decided, meets `target_ratio`.
 
     Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
-    merges less; the search halves an interval of `REACH` on either side. No weight changes.
+    merges less; the search halves an interval on either side, see `REACH`. No weight changes.
 
     Args:
         model: a compressed causal LM; its `compression` is replaced.
@@ -72,7 +72,8 @@ def calibrate_offset(
 
     first = best = score = score_at(before)
     best_offset = offset = before
-    low, high = before - REACH, before + REACH
+    reach = REACH * max(1.0, model.compression.decision_scale)
+    low, high = before - reach, before + reach
     for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
         if distance(best) <= TOLERANCE:
             break

@@ -13,11 +13,6 @@ _BLOCK_BYTES = 2**20
 _MOST_THREADS = 8  # a checksum is as fast as one core reads: several files at once are as fast as the disk
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def file_checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     value = 0
@@ -30,7 +25,7 @@ def file_checksum(path: Path) -> int:
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
     """Return bytes and CRC-32 of files by their names in a folder, read at the same time."""
     paths = list(paths)
-    with ThreadPoolExecutor(min(_MOST_THREADS, available_cores())) as threads:
+    with ThreadPoolExecutor(_MOST_THREADS) as threads:
         sums = list(threads.map(file_checksum, paths))
     pairs = zip(paths, sums, strict=True)
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, each) for path, each in pairs}
