@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".py" or path.is_dir()} - {"__init__"}
 
-# An arrow a: b, c means that files of dmc/a may import dmc.b and dmc.c. design.md, section 3, draws them.
+# An arrow a: b, c means that files of dmc/a may import dmc.b and dmc.c. docs/architecture.md tells them.
 ALLOWED = {
     "budget": set(),
     "checksums": set(),
@@ -115,7 +115,7 @@ def parts_imported(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_import_follows_an_arrow(path):
     part = part_of(path)
-    assert part in ALLOWED, f"dmc/{part} is not on the map of design.md section 3: give it its arrows"
+    assert part in ALLOWED, f"dmc/{part} is not on the map: give it its arrows here and in docs/architecture.md"
     imported = parts_imported(path) - {part}
     if part == "__init__":
         imported.discard("dmc")
