@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +14,10 @@ from dmc.budget import check_ratio
 from dmc.measure import TextScore, score_text
 from dmc.ranks import ALONE, Ranks
 
+NUM_DOUBLINGS = 12
 NUM_HALVINGS = 12
-REACH = 4.0
-"""Largest shift of the offset, times `decision_scale`, which spreads the logits."""
+FIRST_STEP = 4.0
+"""First shift of the offset; doubled until the target lies between two offsets, in all by up to 16,380."""
 TOLERANCE = 0.002
 """Relative distance from the target at which the search stops."""
 
@@ -46,7 +48,8 @@ def calibrate_offset(
     """Set the model's `decision_offset` so that its ratio on `batches`, held or decided, meets `target_ratio`.
 
     Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
-    merges less; the search halves an interval on either side, see `REACH`. No weight changes.
+    merges less; the search doubles its steps until it has passed the target, for how far the logits spread depends on
+    the model and its `decision_scale`, then halves the interval. No weight changes.
 
     Args:
         model: a compressed causal LM; its `compression` is replaced.
@@ -72,13 +75,17 @@ def calibrate_offset(
 
     first = best = score = score_at(before)
     best_offset = offset = before
-    reach = REACH * max(1.0, model.compression.decision_scale)
-    low, high = before - reach, before + reach
-    for _ in trange(NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
+    low, high, step = -math.inf, math.inf, FIRST_STEP
+    for number in trange(NUM_DOUBLINGS + NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
         if distance(best) <= TOLERANCE:
             break
         low, high = (offset, high) if _counted(score, counts) > target_ratio else (low, offset)
-        offset = (low + high) / 2
+        if math.isfinite(high - low):
+            offset = (low + high) / 2
+        elif number < NUM_DOUBLINGS:
+            offset, step = (offset + step if high == math.inf else offset - step), 2 * step
+        else:
+            break
         score = score_at(offset)
         if distance(score) < distance(best):
             best_offset, best = offset, score
