@@ -11,7 +11,12 @@ TEXT = "\n".join(PAGES.values())
 
 def commands(text=TEXT):
     """Return the commands of a text, between backticks or in blocks of bash, one for each line."""
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+        for line in block.splitlines()
+        if line.strip()
+    ]
     return [*dict.fromkeys([*re.findall(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)", text), *lines])]
 
 
