@@ -178,7 +178,7 @@ class TrainingConfig:
     regression_init: RegressionInitConfig | None = None
     """Initialize adapters by a fit; without stages that is the whole run."""
     gates_only: StrictBool = False
-    """Train the rows of W_q and W_k that carry the gates and freeze the rest."""
+    """Train the gates alone, adapters or the borrowed neuron's rows of W_q and W_k, and freeze the rest."""
     delays: list[Whole] = field(default_factory=list)
     """Delays of equal parts of the retrofit stage, counted up to its `ramp_to`; the last one is the model's delay,
     which solidify uses; empty: the model's delay throughout."""
