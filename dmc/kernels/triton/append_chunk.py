@@ -90,7 +90,7 @@ def _enter_chunk(
     tiles = batch.tiles(covered)
     _enter_chunk_kernel[(len(tiles), constants["KV_HEADS"])](
         tiles, batch.row_index, batch.begin_index, batch.cu_seqlens, *planned,
-        new.key, new.value, new.decisions, new.omega, *((None, None) if batch.rotary is None else batch.rotary),
+        new.key, new.value, new.omega, *((None, None) if batch.rotary is None else batch.rotary),
         cache.free_blocks, cache.block_tables, cache.key_pages, cache.value_pages, cache.key_scales, cache.value_scales,
         cache.history_key, cache.history_value, cache.history_omega, cache.mean, cache.weight,
         *((None, None, None) if top is None else (top.key, top.value, top.exists)),
@@ -264,7 +264,6 @@ def _enter_chunk_kernel(
     before,
     key,
     value,
-    decisions,
     omega,
     cos,
     sin,
