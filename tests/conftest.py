@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from browser import CHROMIUM
 from fake_hub import serving
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
@@ -21,8 +20,6 @@ TEXT_VOCAB_SIZE = 300
 HEAD_DIM = 16
 NUM_QUERY_HEADS = 4
 CONFIG_CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-
-MakeModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,6 @@ from dmc.budget import Budget
 from dmc.policies import InfLLM, OmniKV, Quest
 
 SURE = {"expectation": True}  # CaM's draws are its own
-OMNI = {"filter_layers": (0, 3)}
 BLOCKS = {"block_size": 4, "representatives": 2, "initial": 2, "local": 6, "chunk": 8}
 METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
 METHODS += ["D2O", "ExpectedAttention", "KVzip"]
