@@ -42,8 +42,8 @@ from dmc.models import next_tokens, with_token_losses
 from dmc.models.build import random_model, twin
 from dmc.models.masked_attention import masked_attention
 from dmc.models.modeling import for_unpadded
-from dmc.provenance import provenance
 from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchmark
+from dmc.results.provenance import provenance
 from dmc.training.flops import peak_flops
 
 OUTPUT = "outputs/gpu_check"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas
 
-from dmc.provenance import provenance
+from dmc.results.provenance import provenance
 
 Case = Callable[[], object]
 OUTPUT = "outputs/benchmarks"

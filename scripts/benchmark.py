@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 
 def build_models(config: Any) -> tuple[dict[float, Any], Any | None]:

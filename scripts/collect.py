@@ -6,14 +6,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 
 @script("collect")
 def main(settings: DictConfig) -> None:
+    from dmc.commands.study import collect
     from dmc.results.store import Store
     from dmc.results.tables import write_tables
-    from dmc.study import collect
 
     folder = Path(settings.folder)
     rows, unfinished = collect(folder)

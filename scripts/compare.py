@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 @script("compare")
 def main(settings: DictConfig) -> None:
     from dmc.config import build_config
-    from dmc.loading import load_with_tokenizer
+    from dmc.models.loading import load_with_tokenizer
     from dmc.results.compare import compare
     from dmc.results.grid import CompareConfig
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 import dmc
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 SHIPPED = Path(dmc.__file__).parent / "demo_models"
 
@@ -19,8 +19,8 @@ SHIPPED = Path(dmc.__file__).parent / "demo_models"
 def main(settings: DictConfig) -> None:
     import torch
 
-    from dmc.demo import legend, page, text_and_questions, witnesses
-    from dmc.loading import load_tokenizer, load_with_tokenizer
+    from dmc.commands.demo import legend, page, text_and_questions, witnesses
+    from dmc.models.loading import load_tokenizer, load_with_tokenizer
 
     folders = {name: path or str(SHIPPED / name) for name, path in settings.models.items()}
     control, retrofit = (load_with_tokenizer(folders[name], "float32")[0] for name in ("control", "retrofit"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 MEASURED = {
     "calibrate": "calibrate",
@@ -19,7 +19,7 @@ MEASURED = {
 
 @script("export")
 def main(settings: DictConfig) -> None:
-    from dmc.training import export_checkpoint
+    from dmc.training.exporter import export_checkpoint
 
     folder = export_checkpoint(
         Path(settings.run),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 
 @script("export_megatron")

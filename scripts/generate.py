@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 STORAGE = ("block_size", "memory", "kernels", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -33,7 +33,7 @@ def load(settings: DictConfig) -> Any:
 @script("generate")
 def main(settings: DictConfig) -> None:
     from dmc import Engine, SamplingParams
-    from dmc.loading import load_tokenizer
+    from dmc.models.loading import load_tokenizer
     from dmc.policies.from_config import policy_from_config
 
     policy = policy_from_config(OmegaConf.to_container(settings.policy), settings.budget)  # type: ignore[arg-type]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 
 @script("prepare_data")
 def main(settings: DictConfig) -> None:
-    from dmc.config import run_config
+    from dmc.training.config import run_config
 
     config = run_config(settings)  # checked before all that is imported next
-    from dmc.training import prepare_text
+    from dmc.training.text_data import prepare_text
 
     print(*prepare_text(config), sep="\n")
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from dmc.command_line import errors_in_one_line, plain_settings, prepare_process
+from dmc.config.command_line import errors_in_one_line, plain_settings, prepare_process
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def experiment(name: str, overrides: list[str]) -> Any:
     """Compose and check one of the quickstart's experiments."""
-    from dmc.config import run_config
+    from dmc.training.config import run_config
 
     settings = plain_settings("train", overrides, CONFIGS)
     return run_config(compose("train", overrides=[f"experiment=quickstart_{name}", *settings]))
@@ -36,8 +36,8 @@ def main() -> None:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             base = experiment("base", overrides["--base"])
             control, retrofit = (experiment(name, overrides["--retrofit"]) for name in ("control", "retrofit"))
-        from dmc.quickstart import run_quickstart  # seconds, which wrong settings do not wait for
-        from dmc.training import EXIT_PREEMPTED, PreemptedError
+        from dmc.commands.quickstart import run_quickstart  # seconds, which wrong settings do not wait for
+        from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 
         prepare_process()
         try:

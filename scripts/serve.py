@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

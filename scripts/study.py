@@ -8,15 +8,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmc.command_line import script
+from dmc.config.command_line import script
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @script("study")
 def main(settings: DictConfig) -> None:
+    from dmc.commands.study import StudyConfig, check_measurements, evaluate_runs, plan_bases, plan_runs, train_runs
     from dmc.config import build_config
-    from dmc.study import StudyConfig, check_measurements, evaluate_runs, plan_bases, plan_runs, train_runs
 
     values: Any = OmegaConf.to_container(settings, resolve=True)
     config = build_config(StudyConfig, values)

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dmc.command_line import INPUT_ERRORS, script
+from dmc.config.command_line import INPUT_ERRORS, script
 
 EXIT_CRASHED = 70
 """Exit code after a failure of the machine, as of a GPU, of NCCL or for want of memory: another start may go on."""
@@ -17,7 +17,8 @@ EXIT_CRASHED = 70
 
 @script("train")
 def main(settings: DictConfig) -> None:
-    from dmc.config import PlannerConfig, build_config, run_config
+    from dmc.config import build_config
+    from dmc.training.config import PlannerConfig, run_config
 
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
@@ -25,7 +26,9 @@ def main(settings: DictConfig) -> None:
         raise ValueError(f"plan={settings.plan}: expected true, false or json")
     config = run_config(settings)  # checked before all that is imported next
     planner = build_config(PlannerConfig, dict(settings.planner), "planner") if settings.plan else None
-    from dmc.training import EXIT_PREEMPTED, PreemptedError, print_plan, train
+    from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
+    from dmc.training.planning.planner import print_plan
+    from dmc.training.run import train
 
     if planner is not None:
         return print_plan(config, planner, as_json=settings.plan == "json")

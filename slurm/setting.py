@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dmc.command_line import check_torch_build, errors_in_one_line, plain_settings
+from dmc.config.command_line import check_torch_build, errors_in_one_line, plain_settings
 
 CONFIGS = Path("configs").resolve()
 

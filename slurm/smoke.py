@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dmc.export import is_final
 from dmc.training.callbacks.stop_once import SAVED_NAME
 from dmc.training.checkpoints.saving import FOLDER_NAME, step_name
+from dmc.training.export import is_final
 from dmc.training.record import STARTS_NAME, read_config
 from dmc.training.stages import Plan
 

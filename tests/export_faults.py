@@ -56,7 +56,7 @@ def refuse(*_, **__):
 
 def fail_to_describe(rank):
     """Let the first rank fail to write what stands beside the weights, once these are whole."""
-    import dmc.export
+    import dmc.training.export
     import dmc.training.exporter
 
-    dmc.export.describe = dmc.training.exporter.describe = refuse
+    dmc.training.export.describe = dmc.training.exporter.describe = refuse

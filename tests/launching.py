@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cpu_deepspeed import allow_cpu
 
-from dmc.provenance import git_commit, installed_packages
+from dmc.results.provenance import git_commit, installed_packages
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -200,9 +200,9 @@ def count_scored(rank):
     """Write down beside the log how many sequences each score has read on this rank."""
     import json
 
-    import dmc.measure
+    import dmc.training.measure
 
-    plain, counts = dmc.measure.score_text, []
+    plain, counts = dmc.training.measure.score_text, []
 
     def score_text(model, *arguments, **options):
         counts.append(0)
@@ -214,8 +214,8 @@ def count_scored(rank):
             log = Path(os.readlink("/proc/self/fd/1"))
             log.with_name(f"scored_{rank}.json").write_text(json.dumps(counts))
 
-    for name in ("dmc.measure", "dmc.calibrate", "dmc.training.exporter", "dmc.training.callbacks.validation"):
-        sys.modules[name].score_text = score_text
+    for name in ("measure", "calibrate", "exporter", "callbacks.validation"):
+        sys.modules[f"dmc.training.{name}"].score_text = score_text
 
 
 def _add(counts, number):
@@ -288,8 +288,9 @@ def refuse_network(rank, hub, allowed=()):
 
 def prepare(rank, values, hub):
     """Prepare the text and models of a run, with a network."""
-    from dmc.config import RunConfig, build_config
-    from dmc.training import prepare_text
+    from dmc.config import build_config
+    from dmc.training.config import RunConfig
+    from dmc.training.text_data import prepare_text
 
     refuse_network(rank, hub, allowed=(rank,))
     prepare_text(build_config(RunConfig, values))
@@ -379,9 +380,11 @@ def _become_rank(rank, count, port, log, function, *arguments):
 
 
 def _train(rank, values, sabotage):
-    from dmc.config import RunConfig, build_config
-    from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+    from dmc.config import build_config
     from dmc.training.callbacks import validation
+    from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
+    from dmc.training.config import RunConfig
+    from dmc.training.run import train
 
     validation.draw_heatmap = draw_nothing
     if values["trainer"].get("strategy", "").startswith("deepspeed"):

@@ -12,12 +12,12 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmc.config import RunConfig
 from dmc.models import retrofit
 from dmc.models.attention import Documents
 from dmc.models.build import assemble
 from dmc.ranks import Ranks
 from dmc.training.checkpoints.folder import MODEL_CONFIG, WEIGHTS, read_tensors
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan

@@ -1,6 +1,7 @@
 """Small runs to plan."""
 
-from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.config import build_config
+from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning.planner import plan_training
 
 TEXT = {"_target_": "dmc.data.StandardLibrarySource"}

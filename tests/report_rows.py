@@ -5,7 +5,7 @@ import math
 import random
 from pathlib import Path
 
-from dmc.loading import load_with_tokenizer
+from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.measurement import new_row

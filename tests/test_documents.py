@@ -8,7 +8,7 @@ import pytest
 from documents import PAGES, ROOT, TEXT, commands
 from hydra import compose, initialize_config_dir
 
-from dmc.command_line import plain_settings
+from dmc.config.command_line import plain_settings
 
 SCRIPTS = [each for each in commands() if re.match(r"(python scripts|\./scripts)/", each)]
 JOBS = [match.groups() for each in commands() if (match := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", each))]

@@ -15,50 +15,27 @@ TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".
 # An arrow a: b, c means that files of dmc/a may import dmc.b and dmc.c. docs/architecture.md tells them.
 ALLOWED = {
     "budget": set(),
+    "ranks": set(),
     "checksums": set(),
     "claims": set(),
-    "command_line": set(),
-    "full_attention": set(),
-    "json_file": set(),
-    "provenance": set(),
-    "ranks": set(),
-    "replacement": {"checksums"},
-    "settings": {"target"},
-    "target": set(),
-    "compression": {"settings", "budget", "ranks"},
-    "config": {"settings", "compression", "target"},
+    "files": {"checksums"},
+    "config": set(),
+    "compression": {"config", "budget", "ranks"},
     "kernels": {"compression", "ranks"},
-    "models": {"compression", "ranks", "full_attention", "json_file"},
-    "policies": {"kernels", "compression", "budget", "target"},
-    "runtime": {"kernels", "compression", "policies", "budget", "ranks", "full_attention"},
-    "data": {"config", "replacement"},
-    "measure": {"models", "compression", "ranks"},
-    "calibrate": {"measure", "budget", "ranks"},
-    "export": {"models", "compression", "measure", "provenance", "replacement"},
-    "megatron": {"export", "models", "compression", "replacement", "loading", "json_file"},
+    "models": {"compression", "ranks", "files"},
+    "policies": {"kernels", "compression", "budget", "config"},
+    "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
+    "data": {"config", "files"},
+    "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "claims", "files"},
     "training": {
-        *("models", "compression", "data", "budget", "config", "target"),
-        *("export", "measure", "calibrate", "provenance", "ranks", "claims", "replacement", "checksums"),
-        *("loading", "json_file"),
+        *("models", "compression", "data", "results", "budget", "config", "ranks", "claims", "files", "checksums"),
     },
-    "results": {
-        *("runtime", "policies", "kernels", "compression", "data", "config", "budget", "provenance", "target"),
-        *("settings", "claims", "json_file"),
-    },
-    "lm_eval": {"settings", "results", "runtime", "policies", "loading", "budget", "target", "command_line"},
-    "loading": {"models"},
-    "serving": {"results", "runtime", "policies", "models", "loading", "ranks", "full_attention", "settings"},
-    "evaluation": {
-        *("training", "results", "measure", "models", "compression", "data", "ranks", "settings", "target"),
-    },
-    "study": {"settings", "results", "training", "data", "loading", "export", "target", "json_file"},
-    "demo": {"budget", "policies", "results", "runtime"},
-    "quickstart": {"training", "loading", "models", "runtime", "results", "config"},
+    "megatron": {"training", "models", "compression", "files"},
+    "serving": {"results", "runtime", "policies", "models", "compression", "ranks", "config"},
+    "commands": {"training", "results", "runtime", "models", "policies", "data", "config", "budget", "files"},
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
-CORE = (
-    "settings budget ranks target full_attention json_file compression models kernels policies runtime __init__".split()
-)
+CORE = "budget ranks files compression models kernels policies runtime __init__".split()
 FORBIDDEN_IN_CORE = """
 lightning pytorch_lightning hydra omegaconf datasets wandb deepspeed matplotlib lm_eval accelerate fastapi
 uvicorn openai ray

@@ -23,11 +23,11 @@ from short_quickstart import BASE, RETROFIT
 
 from dmc import load_model
 from dmc.data import StandardLibrarySource, build_packed
-from dmc.loading import load_tokenizer
-from dmc.measure import score_text
+from dmc.models.loading import load_tokenizer
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tasks import FactRecall
+from dmc.training.measure import score_text
 from dmc.training.record import read_config
 from dmc.training.text_data import TextData
 

@@ -17,8 +17,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from torch import Tensor
 
 from dmc.budget import check_ratio
+from dmc.config.settings import Count, Whole, build_config, checked_dataclass
 from dmc.ranks import ALONE, Ranks
-from dmc.settings import Count, Whole, build_config, checked_dataclass
 
 
 @checked_dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dmc.config.data import FactsConfig, LessonConfig, Words
+from dmc.data.config import FactsConfig, LessonConfig, Words
 from dmc.data.order import Blend, Shuffle
 from dmc.data.packing import PackedTokens
 

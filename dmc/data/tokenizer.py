@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dmc.data.hub import wait_for_first
-from dmc.replacement import refuse_occupied, replacement
+from dmc.files import refuse_occupied, replacement
 
 logger = logging.getLogger(__name__)
 

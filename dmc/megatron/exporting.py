@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from dmc.files import refuse_occupied, replacement
 from dmc.megatron.arguments import arguments_of
-from dmc.megatron.layout import parts_of
-from dmc.megatron.reading import FILE_NAMES, TRACKER
+from dmc.megatron.checkpoint import FILE_NAMES, TRACKER
+from dmc.megatron.tensors import parts_of
 from dmc.models.weights import check_weights, open_weights
-from dmc.replacement import refuse_occupied, replacement
 
 CHECKPOINT_VERSION = 3.0
 TRANSFORMER_ENGINE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dmc.export import ModelCard, describe
-from dmc.loading import load_tokenizer
+from dmc.files import refuse_occupied, replacement
 from dmc.megatron.arguments import configuration_of
-from dmc.megatron.layout import EMBEDDING, OUTPUT, Part, parts_of
-from dmc.megatron.reading import LAYER, Checkpoint, read_checkpoint
+from dmc.megatron.checkpoint import LAYER, Checkpoint, read_checkpoint
+from dmc.megatron.tensors import EMBEDDING, OUTPUT, Part, parts_of
+from dmc.models.loading import load_tokenizer
 from dmc.models.weights import INDEX_NAME, check_weights
-from dmc.replacement import refuse_occupied, replacement
+from dmc.training.export import ModelCard, describe
 
 FILE_SIZE = 2 * 10**9
 """Bytes of weights in one file, and in memory at once."""

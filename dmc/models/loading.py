@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
@@ -38,6 +38,44 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
     return model.eval()
+
+
+def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:
+    """Load a model, on the GPU if there is one, and its tokenizer, or None if it has none.
+
+    Args:
+        path: folder or hub name of a stock or compressed model.
+        dtype: dtype of the weights.
+        revision: hub revision.
+    Raises:
+        FileNotFoundError, ValueError: see `load_model` and `load_tokenizer`.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(path, dtype=dtype, revision=revision).to(device)
+    lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    return model, None if lacks_tokenizer else load_tokenizer(path, revision, model.config.vocab_size)
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: int | None = None) -> Any:
+    """Load a tokenizer without running code from its folder.
+
+    Args:
+        path: folder or hub name.
+        revision: hub revision.
+        vocab_size: vocabulary size of the model that reads its tokens; None: any.
+    Raises:
+        ValueError: the tokenizer is missing or damaged, or has more tokens than the model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{path} has no tokenizer, or a damaged one ({error}): copy its files again") from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path} has token ids up to {largest}, its model knows only {vocab_size} tokens"
+        )
+    return tokenizer
 
 
 @torch.no_grad()

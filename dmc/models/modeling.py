@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dmc.compression import CompressionConfig, Compressor
-from dmc.full_attention import refuse_other_attention
+from dmc.compression.full_attention import refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.masked_attention import Documents, causal_attention

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc.json_file import read_mapping
+from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from dmc.budget import Budget
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import slots_below
 from dmc.kernels.reference import nth_newest
-from dmc.policies.attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 
 Sum = Literal["mass", "squares", "value_norm", "score"]
 """Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,

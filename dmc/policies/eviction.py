@@ -17,9 +17,9 @@ from dmc.kernels.batch import ForwardBatch, Phase
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
 from dmc.policies.budgets import keep_pooled, keep_top, within
+from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 
 POWERS = {"mass": 1, "squares": 2}
 """Power of the attention that each sum accumulates."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmc.budget import Budget
-from dmc.target import build_target
+from dmc.config.target import build_target
 
 
 def policy_from_config(settings: Mapping[str, Any] | None, budget: Budget | float | str | None) -> Any | None:

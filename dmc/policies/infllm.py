@@ -15,7 +15,7 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_slots, places
 from dmc.kernels.probabilities import QUERY_BLOCK
-from dmc.policies.attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, top_positions
 
 

@@ -17,10 +17,10 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
-from dmc.policies.attention import Cache, RotaryTables
 from dmc.policies.base import Sum
 from dmc.policies.budgets import keep_top
 from dmc.policies.eviction import Eviction, EvictionPolicy
+from dmc.policies.layer_attention import Cache, RotaryTables
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, gather_slots, places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions, with_tail
 
 Selector = Literal["last", "uniform", "exponential"]

@@ -13,7 +13,7 @@ from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, small_pages
-from dmc.policies.attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StaticCache
 
+from dmc.config.settings import Count, Ratio, Whole, checked_dataclass
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.generation import GenerationStats
-from dmc.settings import Count, Ratio, Whole, checked_dataclass
 
 CHUNK = 2048
 """Number of prompt tokens that the engine feeds at once."""

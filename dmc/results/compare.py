@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
 from dmc.claims import ClaimedError, claim
-from dmc.provenance import provenance
 from dmc.results.equal_bytes import at_bytes, share_of
 from dmc.results.grid import Cell, CompareConfig, ComparedModel, PlannedModel, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
+from dmc.results.provenance import provenance
 from dmc.results.store import FINISHED, Store
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates

@@ -14,6 +14,8 @@ from pydantic import Field, StrictFloat, StrictInt
 from transformers import PretrainedConfig
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, build_config, checked_dataclass
+from dmc.config.target import build_target, suggest
 from dmc.kernels import BACKENDS
 from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
@@ -24,8 +26,6 @@ from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, Row, digest
 from dmc.results.tasks import Task, split_of_text
 from dmc.results.tasks.asking import Question
-from dmc.settings import Count, build_config, checked_dataclass
-from dmc.target import build_target, suggest
 
 FORMAT = 7
 """Version of the cells: raise it when their content or identity, or a default, changes; finished cells run again."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from omegaconf import OmegaConf
 from pydantic import StrictBool, StrictInt
 
+from dmc.config.settings import Count, build_config, checked_dataclass
 from dmc.data.sources import file_stamps
 from dmc.results.identity import identity_of
 from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
 from dmc.runtime import Engine, GenerationStats
-from dmc.settings import Count, build_config, checked_dataclass
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -18,9 +18,9 @@ import httpx
 import pandas
 from pydantic import Field, StrictFloat, StrictInt
 
+from dmc.config.settings import Count, Positive, checked_dataclass
 from dmc.results.measurement import Row, new_row
 from dmc.results.store import Store
-from dmc.settings import Count, Positive, checked_dataclass
 
 NONSENSE = (b"{", b"[]", b"\xff", b'{"model": 3}', b'{"model": "m", "prompt": ""}', b'{"prompt": [1.5]}')
 VISITS = {"answered": 6, "streamed": 6, "left": 3, "dropped": 2, "refused": 3}

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import numpy
 import pandas
 
-from dmc.provenance import provenance
+from dmc.results.provenance import provenance
 
 Row = dict[str, Any]
 """The store's content for one cell: its identity, memory, settings and metrics."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas
 
-from dmc.json_file import flattened
+from dmc.files import flattened
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 
 logger = logging.getLogger(__name__)

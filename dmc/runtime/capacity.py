@@ -8,7 +8,7 @@ from typing import Any
 
 from dmc.budget import check_ratio, whole
 from dmc.kernels.layout import FIRST_TABLE_BLOCKS, CacheLayout
-from dmc.runtime.memory import AUTO_FRACTION, Activations
+from dmc.runtime.pool_size import AUTO_FRACTION, Activations
 
 PASS_TOKENS = 2048
 """Tokens of the largest pass: the engine's default `token_budget`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmc.full_attention import context_length
+from dmc.compression.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime.active_requests import ActiveRequests
@@ -22,9 +22,9 @@ from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
 from dmc.runtime.forced import Forced, Keep, of_all_tokens
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.lent_forwards import why_not_compiled
-from dmc.runtime.memory import Activations, pool_bytes
 from dmc.runtime.next_tokens import NextTokens
 from dmc.runtime.paged_cache import PagedCache, check_block_size
+from dmc.runtime.pool_size import Activations, pool_bytes
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.progress import advance_bar, open_bar
 from dmc.runtime.prompt import encode

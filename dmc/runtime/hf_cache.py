@@ -12,7 +12,7 @@ from transformers import Cache
 from dmc.compression import DecidedTokens
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
-from dmc.policies.attention import CacheAttention
+from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.runner import layout_of

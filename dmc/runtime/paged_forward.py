@@ -9,7 +9,7 @@ from torch import Tensor
 from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
-from dmc.policies.attention import CacheAttention, RotaryTables
+from dmc.policies.layer_attention import CacheAttention, RotaryTables
 from dmc.runtime.paged_cache import PagedCache
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dmc.compression import CompressionConfig, rotate
-from dmc.full_attention import refuse_other_attention
+from dmc.compression.full_attention import refuse_other_attention
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
-from dmc.policies.attention import CacheAttention, RotaryTables
+from dmc.policies.layer_attention import CacheAttention, RotaryTables
 from dmc.ranks import ALONE
 from dmc.runtime.decode_step import DecodeSteps, Record
 from dmc.runtime.lent_forwards import backend_linears, compiled_for_any_number, compiled_layers

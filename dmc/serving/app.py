@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from dmc.config.settings import Count, Positive, checked_dataclass
 from dmc.serving.metrics import written
 from dmc.serving.requests import BODIES, APIError
-from dmc.settings import Count, Positive, checked_dataclass
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")

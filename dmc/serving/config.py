@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, StrictFloat, StrictInt
 
-from dmc.loading import load_tokenizer, load_with_tokenizer
+from dmc.config.settings import Count, Named, Whole, build_config, checked_dataclass
+from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.policies.from_config import policy_from_config
 from dmc.ranks import Ranks
@@ -19,7 +20,6 @@ from dmc.results.grid import named_settings
 from dmc.runtime import Engine
 from dmc.serving.app import Limits
 from dmc.serving.worker import Worker
-from dmc.settings import Count, Named, Whole, build_config, checked_dataclass
 
 
 @checked_dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dmc.full_attention import context_length
+from dmc.compression.full_attention import context_length
 from dmc.ranks import Ranks
 from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, TokenEvent
 from dmc.serving.metrics import Metrics

@@ -14,18 +14,19 @@ import torch
 from lightning import LightningModule, Trainer
 
 from dmc.budget import check_ratio
-from dmc.calibrate import calibrate_offset
-from dmc.config import RunConfig, TrainingConfig, build_config
-from dmc.export import ModelCard, check_push, describe, export, push
-from dmc.measure import TextScore, score_text
+from dmc.config import build_config
+from dmc.files import refuse_occupied, replacement
 from dmc.models import CompressedCausalLM
 from dmc.models.build import twin
 from dmc.models.weights import check_weights
 from dmc.ranks import Ranks
-from dmc.replacement import refuse_occupied, replacement
+from dmc.training.calibrate import calibrate_offset
 from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints.folder import naming, on_every_rank
 from dmc.training.checkpoints.saving import load_last_model
+from dmc.training.config import RunConfig, TrainingConfig
+from dmc.training.export import ModelCard, check_push, describe, export, push
+from dmc.training.measure import TextScore, score_text
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism

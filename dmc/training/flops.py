@@ -9,7 +9,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dmc.config import RunConfig
+from dmc.training.config import RunConfig
 
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),

@@ -13,9 +13,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from dmc.config import RunConfig
-from dmc.provenance import git_commit
-from dmc.target import build_targets
+from dmc.config.target import build_targets
+from dmc.results.provenance import git_commit
+from dmc.training.config import RunConfig
 from dmc.training.record import is_rank_zero
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from lightning import LightningModule
 from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
-from dmc.config import RunConfig
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
@@ -20,6 +19,7 @@ from dmc.models.token_losses import Direction, Taught, token_mean
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import MODEL_CONFIG
+from dmc.training.config import RunConfig
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
+from dmc.config.target import find_target
 from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
-from dmc.json_file import flattened, read_mapping
-from dmc.provenance import installed_packages, provenance, slurm_job
-from dmc.target import find_target
+from dmc.files import flattened, read_mapping
+from dmc.results.provenance import installed_packages, provenance, slurm_job
 from dmc.training.checkpoints.folder import read_header
+from dmc.training.config import RunConfig
 from dmc.training.stages import Plan
 
 CONFIG_NAME = "run.json"

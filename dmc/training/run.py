@@ -25,12 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
-from dmc.config import ModelConfig, RunConfig
+from dmc.config.target import build_targets
 from dmc.data.hub import is_first_of_node
-from dmc.export import METRICS_NAME, check_push, is_final, push
+from dmc.files import refuse_occupied
 from dmc.models import retrofit
-from dmc.replacement import refuse_occupied
-from dmc.target import build_targets
 from dmc.training.callbacks.adapter_init import AdapterInit
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
@@ -40,6 +38,8 @@ from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
 from dmc.training.checkpoints.folder import check_fits, read_header
 from dmc.training.checkpoints.saving import FOLDER_NAME, SaveLast, find_checkpoint, saved_checkpoints
+from dmc.training.config import ModelConfig, RunConfig
+from dmc.training.export import METRICS_NAME, check_push, is_final, push
 from dmc.training.exporter import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.module import RetrofitModule, Teacher

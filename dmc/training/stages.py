@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dmc.compression import CompressionConfig, target_ratio_at, zero_out_multiplier_at
-from dmc.config import StageConfig, TrainingConfig
+from dmc.training.config import StageConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.config import DataConfig, ModelConfig, RunConfig
+from dmc.config.target import build_target, build_targets
 from dmc.data import (
     Blend,
     DocumentSource,
@@ -31,13 +31,14 @@ from dmc.data import (
     once,
     train_tokenizer,
 )
+from dmc.data.config import DataConfig
 from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.sources import files_digest
 from dmc.data.streaming import check_stream
-from dmc.loading import load_tokenizer
 from dmc.models.attention import Documents
-from dmc.target import build_target, build_targets
+from dmc.models.loading import load_tokenizer
 from dmc.training.callbacks.preemption import leave_signals_to_parent
+from dmc.training.config import ModelConfig, RunConfig
 from dmc.training.counted_steps import CountedSteps
 from dmc.training.stages import Plan
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from dmc.config import build_config
-from dmc.config.data import FactsConfig
 from dmc.data import FactSequences, FactWriter, ResumableOrder, TextSource, build_packed, train_tokenizer
+from dmc.data.config import FactsConfig
 from dmc.data.facts import SEEN_FORMS, UNSEEN_FORMS, weave
 
 LESSONS = [

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import compiled_kernels
 from compiled_kernels import SHARED_MEMORY, compile_kernels, main
 
-from dmc.kernels.triton.attention import PROGRAMS
+from dmc.kernels.triton.decode import PROGRAMS
 
 SPILLED = 8
 """Bytes of a thread's stack that a kernel may take, to which registers spill."""

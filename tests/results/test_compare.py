@@ -9,7 +9,7 @@ from report_rows import CONFIGS, NEEDLE, on_command_line, plain_row, write_repor
 from scripts_here import run_script
 
 from dmc import Engine, load_model
-from dmc.loading import load_with_tokenizer
+from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import checked, run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.report import read_folders, write_page
@@ -208,7 +208,7 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_pat
     ],
 )
 def test_wrong_settings_end_it_before_any_work(changes, message, make_config):
-    with pytest.raises(ValueError, match=message):  # more of them: tests/test_bad_command_lines.py
+    with pytest.raises(ValueError, match=message):  # more of them: tests/config/test_bad_command_lines.py
         plan_grid(make_config(**{"policies": [KEEP], "budgets": [2], **changes}), CONFIGS)
 
 

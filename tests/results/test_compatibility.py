@@ -43,19 +43,29 @@ def test_a_conversation_goes_through_the_template_in_the_folder(folders, tmp_pat
 
 @pytest.fixture
 def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval):
-    """Run `python -m dmc.lm_eval` over the local tasks; gives what it has written."""
+    """Run `python -m dmc.commands.lm_eval` over the local tasks; gives what it has written."""
     import lm_eval.tasks
 
-    import dmc.lm_eval
+    import dmc.commands.lm_eval
 
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # listing all tasks takes seconds
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
 
     def run(model, arguments, *options):
-        command = ["dmc.lm_eval", "--model", model, "--model_args", arguments, "--tasks", *TASKS, "--device", "cpu"]
+        command = [
+            "dmc.commands.lm_eval",
+            "--model",
+            model,
+            "--model_args",
+            arguments,
+            "--tasks",
+            *TASKS,
+            "--device",
+            "cpu",
+        ]
         command += ["--include_path", str(tasks_folder), "--output_path", str(tmp_path / "out"), *options]
         monkeypatch.setattr(sys, "argv", command)
-        dmc.lm_eval.main()
+        dmc.commands.lm_eval.main()
         (file,) = (tmp_path / "out").rglob("results_*.json")
         return json.loads(file.read_text())
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, write_report, write_rows
 
+from dmc.commands.study import StudyConfig, StudyRun, evaluate_runs
 from dmc.results.grid import plan_grid
 from dmc.results.identity import identity_of
 from dmc.results.report import read_folders
 from dmc.results.store import Store
-from dmc.study import StudyConfig, StudyRun, evaluate_runs
 
 KEEP = {"name": "keep", "_target_": "users_keep.Keep"}
 MODULE = """

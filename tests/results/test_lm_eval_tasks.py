@@ -19,7 +19,7 @@ from scripts_here import run_script
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
-from dmc.loading import load_with_tokenizer
+from dmc.models.loading import load_with_tokenizer
 from dmc.policies import H2O
 from dmc.results.grid import plan_grid
 from dmc.results.lm_eval_tasks import CODE_CONSENT, Benchmark, LMEvalSettings, check_tasks, read_benchmarks

@@ -67,7 +67,7 @@ def test_a_name_is_the_end_of_its_path() -> None:
 
 
 def test_names_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmc.runtime.memory.free_bytes", lambda device: 2**24)
+    monkeypatch.setattr("dmc.runtime.pool_size.free_bytes", lambda device: 2**24)
 
     def num_blocks(count: int, **settings: Any) -> list[int]:
         models = {f"{index}": str(folders.stock) for index in range(count)}

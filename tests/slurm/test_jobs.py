@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from launching import logged_losses, logged_parts, train_ranks, write_corpus
 from scripts_here import run_script
 
-from dmc.config import run_config
 from dmc.data import train_tokenizer
+from dmc.training.config import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

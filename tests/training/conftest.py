@@ -3,8 +3,9 @@
 import pytest
 from launching import draw_nothing, write_corpus
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.training.callbacks.validation import Validation
+from dmc.training.config import RunConfig
 from dmc.training.exporter import Exporter
 
 STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"steps": 2, "final_fraction": 0.0}}

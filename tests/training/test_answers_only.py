@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.data import train_tokenizer
-from dmc.training import train
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
+from dmc.training.run import train
 from dmc.training.text_data import TextData
 
 TEMPLATE = (

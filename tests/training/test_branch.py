@@ -6,10 +6,11 @@ import pytest
 import torch
 from launching import logged_losses
 
-from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import train
+from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning.planner import plan_training
+from dmc.training.run import train
 
 STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 6, "ramp_to": 4.0}, "solidify": {"steps": 2}}
 VARIANTS = {

@@ -5,7 +5,8 @@ import torch
 from launching import Processes
 from laying import write_gradients
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
+from dmc.training.config import RunConfig
 
 RATIO = {"stages": {"retrofit": {"steps": 4}}}
 DROP = {"action": "drop", "delay": 4, "target_ratio": 2.0}

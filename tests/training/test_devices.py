@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from claimed_gpu import StepWatch, fake_gpu, put_on_gpu
+from composing import composed, names
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from test_configs import composed, names
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dmc.compression import CompressionConfig
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import retrofit
 from dmc.training.callbacks import step_metrics
 from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher, train_gates_only
 from dmc.training.stages import Plan
 from dmc.training.strategies.parallelism import Parallelism, keep_rows

@@ -7,7 +7,7 @@ enters the same collectives in the same order. Layers are alike, so two stand fo
 import pytest
 import torch
 import torch.distributed as dist
-from test_configs import composed, names
+from composing import composed, names
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

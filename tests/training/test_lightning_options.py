@@ -9,9 +9,10 @@ import pytest
 from launching import logged_losses
 from lightning import Trainer
 
-from dmc.config import RunConfig, TrainerConfig, build_config
-from dmc.config.trainer import ELSEWHERE
-from dmc.training import train
+from dmc.config import build_config
+from dmc.training.config import RunConfig, TrainerConfig
+from dmc.training.config.trainer import ELSEWHERE
+from dmc.training.run import train
 from dmc.training.text_data import TextData, build_tokenizer
 
 SHORT = {"stages": {"retrofit": {"steps": 3}}, "calibrate": False, "validate_every_steps": 100}

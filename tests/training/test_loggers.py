@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from launching import logged_losses
 
-from dmc.config import RunConfig, build_config
-from dmc.provenance import git_commit
-from dmc.training import loggers, train
+from dmc.config import build_config
+from dmc.results.provenance import git_commit
+from dmc.training import loggers
 from dmc.training.callbacks.validation import Validation
+from dmc.training.config import RunConfig
+from dmc.training.run import train
 
 WANDB = {"_target_": "dmc.training.loggers.wandb_logger", "project": "dmc-test"}
 

@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dmc.compression import GateMode, GateTrace
-from dmc.config import RunConfig, build_config
-from dmc.measure import score_text
+from dmc.config import build_config
 from dmc.models import next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.masked_attention import as_on
 from dmc.models.modeling import families
-from dmc.training import train
 from dmc.training.callbacks import adapter_init, step_metrics, validation
+from dmc.training.config import RunConfig
 from dmc.training.exporter import Exporter
-from dmc.training.run import warn_of_idle_tensor_cores
+from dmc.training.measure import score_text
+from dmc.training.run import train, warn_of_idle_tensor_cores
 
 STOCK, FUSED = "_scaled_dot_product_flash_attention_for_cpu", "masked_attention"
 

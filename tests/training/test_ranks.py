@@ -22,11 +22,12 @@ from launching import (
     train_ranks,
 )
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import EXIT_PREEMPTED
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.saving import saved_checkpoints, step_name
+from dmc.training.config import RunConfig
 from dmc.training.run import fresh_model
 from dmc.training.text_data import build_tokenizer
 

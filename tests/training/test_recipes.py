@@ -10,15 +10,16 @@ import pytest
 import torch
 from launching import Ranks, logged, logged_losses, note_positions, train_ranks
 
-from dmc.config import RatioControlConfig, RunConfig, build_config
+from dmc.config import build_config
 from dmc.data import ResumableOrder, TextSource, build_packed, framing_of, train_tokenizer
 from dmc.models import load_model, retrofit
-from dmc.training import EXIT_PREEMPTED, train
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints.folder import read_tensors
 from dmc.training.checkpoints.saving import remove, saved_checkpoints
+from dmc.training.config import RatioControlConfig, RunConfig
 from dmc.training.counted_steps import CountedSteps
-from dmc.training.run import fresh_model
+from dmc.training.run import fresh_model, train
 from dmc.training.stages import Plan
 
 LED = {"gain": 0.5, "max_weight": 50.0}

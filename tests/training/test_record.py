@@ -3,8 +3,9 @@ import sys
 
 import pytest
 
-from dmc.config import RunConfig, build_config
-from dmc.training import export_checkpoint
+from dmc.config import build_config
+from dmc.training.config import RunConfig
+from dmc.training.exporter import export_checkpoint
 from dmc.training.record import (
     check_same_run,
     is_rank_zero,
@@ -57,7 +58,7 @@ FOREIGN = (
     "dmc.data.train_tokenizer",
     "dmc.data.text.Path",
     "dmc.data",
-    "dmc.training.train",
+    "dmc.training.run",
 )
 
 

@@ -11,12 +11,14 @@ import torch
 from launching import Ranks, logged_losses, note_positions, noted_positions
 
 from dmc.claims import ClaimedError
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.data import ResumableOrder
-from dmc.training import EXIT_PREEMPTED, PreemptedError, train
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.checkpoints.folder import TRAINER_STATE, read_tensors
 from dmc.training.checkpoints.saving import saved_checkpoints, step_name
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
+from dmc.training.run import train
 
 STEPS, BATCH = 7, 8
 WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]

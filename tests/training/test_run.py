@@ -6,15 +6,17 @@ import torch
 from launching import Ranks, count_scored, logged_losses, note_positions
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from dmc.commands.study import StudyRun, collect
 from dmc.compression import GateMode, GateTrace
-from dmc.config import RunConfig, build_config
-from dmc.measure import score_text
+from dmc.config import build_config
 from dmc.models import CompressedCausalLM, load_model
-from dmc.study import StudyRun, collect
-from dmc.training import PreemptedError, export_checkpoint, train
-from dmc.training.exporter import Exporter, roomy_device
+from dmc.training.callbacks.preemption import PreemptedError
+from dmc.training.config import RunConfig
+from dmc.training.exporter import Exporter, export_checkpoint, roomy_device
+from dmc.training.measure import score_text
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
+from dmc.training.run import train
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer, prepare_text, text_digests
@@ -367,7 +369,7 @@ def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run
     assert hub.commits == 1
     export_checkpoint(folder, tmp_path / "there", push_to_hub="me/other")
     assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
-    monkeypatch.setattr("dmc.export.get_token", lambda: None)
+    monkeypatch.setattr("dmc.training.export.get_token", lambda: None)
     fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
     with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
         train(fresh)

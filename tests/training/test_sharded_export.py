@@ -10,9 +10,9 @@ import torch
 from export_faults import fail_to_complete, fail_to_describe, fail_to_join, fill_disk, kill_while_writing
 from launching import Ranks, train_ranks
 
+from dmc.files import replacement
 from dmc.models import load_model
-from dmc.replacement import replacement
-from dmc.training import export_checkpoint
+from dmc.training.exporter import export_checkpoint
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dmc.compression import CompressionConfig
-from dmc.config import StageConfig, TrainingConfig
+from dmc.training.config import StageConfig, TrainingConfig
 from dmc.training.stages import Plan
 
 FIXED = CompressionConfig(decisions="fixed", weighting="uniform")

@@ -22,13 +22,14 @@ from safetensors.torch import load_file
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dmc.config import ModelConfig, RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import EXIT_PREEMPTED, train
+from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.checkpoints.folder import read_tensors
 from dmc.training.checkpoints.saving import find_checkpoint, remove, saved_checkpoints
+from dmc.training.config import ModelConfig, RunConfig
 from dmc.training.exporter import export_checkpoint
-from dmc.training.run import fresh_model
+from dmc.training.run import fresh_model, train
 
 STEPS = 12
 

@@ -7,10 +7,11 @@ import torch
 from launching import logged, logged_losses
 
 from dmc import Engine, SamplingParams
-from dmc.config import PlannerConfig, RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import train
+from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning.planner import plan_training
+from dmc.training.run import train
 
 FIXED = {"decisions": "fixed", "weighting": "uniform", "window_size": None, "target_ratio": 4.0}
 

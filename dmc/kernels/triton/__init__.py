@@ -15,9 +15,9 @@ import torch
 import triton
 
 from dmc.kernels.triton.append import append_or_merge
-from dmc.kernels.triton.attention import paged_attention
 from dmc.kernels.triton.compaction import compact, evict
-from dmc.kernels.triton.eviction import (
+from dmc.kernels.triton.decode import paged_attention
+from dmc.kernels.triton.evict_one import (
     add_attention,
     eviction_candidate,
     nth_newest,

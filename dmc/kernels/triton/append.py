@@ -12,7 +12,7 @@ from dmc.kernels.base import LayerCache, NewTokens, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.kernels.triton.append_chunk import PLANNED_TOGETHER, append_chunk, strides, with_dense_channels
-from dmc.kernels.triton.attention import CHUNK, chunks_of
+from dmc.kernels.triton.decode import CHUNK, chunks_of
 
 RECENT_TILE = 16
 """Raw recent tokens that one program rotates."""

@@ -7,7 +7,7 @@ compressed prompt, conversations) -> `prompts.py` (prompts of text) -> `retrieva
 
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.cache_analysis import CacheAnalysis
-from dmc.results.tasks.facts import FactRecall
+from dmc.results.tasks.fact_recall import FactRecall
 from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, TwoStageRetrieval
 from dmc.results.tasks.text_loss import TextLoss
 

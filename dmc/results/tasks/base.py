@@ -9,9 +9,9 @@ from typing import Annotated, Any, Protocol
 import pandas
 from pydantic import Field
 
+from dmc.config.settings import Count, Share
 from dmc.data import DocumentSource
 from dmc.runtime import Engine, GenerationStats
-from dmc.settings import Count, Share
 
 
 @dataclass(frozen=True)

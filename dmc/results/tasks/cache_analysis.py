@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, held_fraction
+from dmc.config.settings import Count, checked_dataclass
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult
 from dmc.results.tasks.text_loss import TextTask
 from dmc.runtime import Engine, SamplingParams, Session
-from dmc.settings import Count, checked_dataclass
 
 NUM_BINS = 64
 """Points of a curve, and the longest segment with its own count."""

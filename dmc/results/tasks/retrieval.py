@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
+from dmc.config.settings import Count, checked_dataclass
 from dmc.data import DocumentSource
 from dmc.results.tasks.asking import Asking, Question, Turns
 from dmc.results.tasks.base import Counts, Depths, Sample
 from dmc.results.tasks.prompts import Encoder, Haystack, beginning_of_answer
 from dmc.runtime import Engine, Generation, SamplingParams
-from dmc.settings import Count, checked_dataclass
 
 NAMES = ("Lisbon", "Oslo", "Nairobi", "Lima", "Hanoi", "Quito", "Dublin", "Cairo", "Vienna", "Toronto", "Seoul", "Rome")
 COLORS = (

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dmc.config.settings import Count, checked_dataclass
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, spread
 from dmc.runtime import Engine
 from dmc.runtime.forced import of_given_tokens
-from dmc.settings import Count, checked_dataclass
 
 
 @checked_dataclass(frozen=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm.auto import tqdm, trange
 
 from dmc.compression import GateMode, rotate
-from dmc.config import RegressionInitConfig, SensitivityInitConfig
-from dmc.measure import evaluating, score_text
 from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.validation import draw_heatmap
+from dmc.training.config import RegressionInitConfig, SensitivityInitConfig
+from dmc.training.measure import evaluating, score_text
 
 SENSITIVITY_NAME = "head_sensitivity.json"
 QUERY_BLOCK = 128

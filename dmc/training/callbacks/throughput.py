@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 
-from dmc.config import RunConfig
 from dmc.training.callbacks.steps import AfterStep
+from dmc.training.config import RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 
 

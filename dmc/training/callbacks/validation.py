@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dmc.measure import TextScore, score_text
 from dmc.ranks import Ranks
 from dmc.training.callbacks.steps import AfterStep
+from dmc.training.measure import TextScore, score_text
 
 RATIOS_NAME = "ratios.jsonl"
 """One line per validation: the step, and the share of its tokens each head holds, layer by layer."""

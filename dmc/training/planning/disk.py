@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmc.config import RunConfig
-from dmc.training.planning.memory import Memory
+from dmc.training.config import RunConfig
+from dmc.training.planning.peak_memory import Memory
 from dmc.training.stages import Plan
 
 

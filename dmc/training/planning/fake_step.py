@@ -16,10 +16,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dmc.config import RunConfig
 from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
 from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan

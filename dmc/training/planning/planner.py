@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dmc.config import PlannerConfig, RunConfig
+from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 from dmc.training.planning.disk import Disk, plan_disk
-from dmc.training.planning.memory import Memory, plan_memory
+from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.proposal import Proposal, propose
 from dmc.training.planning.start_checks import check_start, devices_per_node, model_shape
 from dmc.training.stages import Plan

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dmc.config import RunConfig
-from dmc.training.planning.memory import Memory
+from dmc.training.config import RunConfig
+from dmc.training.planning.peak_memory import Memory
 
 HEADROOM = 0.1
 """Share of a device's memory that a proposal leaves free."""

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from dmc.config import RunConfig
+from dmc.config.target import build_targets
 from dmc.data import DocumentSource, MegatronSource, local_copy
 from dmc.data.streaming import check_stream_shards
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
-from dmc.target import build_targets
+from dmc.training.config import RunConfig
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)

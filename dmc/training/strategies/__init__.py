@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmc.config import RunConfig
+from dmc.training.config import RunConfig
 from dmc.training.strategies.parallelism import Parallelism
 
 __all__ = ["Parallelism", "build_strategy"]

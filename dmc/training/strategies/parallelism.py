@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
-from dmc.config import Precision, RunConfig
 from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import INDEX_NAME, SINGLE_NAME, empty_model
 from dmc.ranks import Ranks
@@ -37,6 +36,7 @@ from dmc.training.checkpoints.folder import (
     weights_of,
 )
 from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
+from dmc.training.config import Precision, RunConfig
 
 MAX_SHARD_SIZE = "50GB"
 """Largest file of an export, as transformers writes them."""

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dmc.config import RunConfig
 from dmc.models.adapter import GateAdapter
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, open_weights
 from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
+from dmc.training.config import RunConfig
 from dmc.training.strategies.parallelism import Parallelism, no_states
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,9 +12,8 @@ from launching import train_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dmc.compression import CompressionConfig, GateMode, GateTrace
-from dmc.config import RunConfig, SensitivityInitConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model, retrofit
-from dmc.training import train
 from dmc.training.callbacks.adapter_init import (
     SENSITIVITY_NAME,
     AdapterInit,
@@ -23,6 +22,8 @@ from dmc.training.callbacks.adapter_init import (
     fit_scores,
     measure_head_sensitivity,
 )
+from dmc.training.config import RunConfig, SensitivityInitConfig
+from dmc.training.run import train
 
 DELAY, LENGTH = 3, 12
 FITTED = {"action": "drop", "gate_input": "hidden", "delay": 2}

@@ -8,13 +8,15 @@ import torch
 from launching import logged, logged_parts, train_ranks
 
 from dmc import Engine, SamplingParams, load_model
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.data import TextSource
-from dmc.evaluation import Evaluation, score_answers
-from dmc.loading import load_tokenizer
+from dmc.models.loading import load_tokenizer
 from dmc.results.tasks import FactRecall, Needle, Sample
 from dmc.runtime.forced import of_given_tokens
-from dmc.training import PreemptedError, train
+from dmc.training.callbacks.evaluation import Evaluation, score_answers
+from dmc.training.callbacks.preemption import PreemptedError
+from dmc.training.config import RunConfig
+from dmc.training.run import train
 
 NEEDLE = {
     "lengths": [64, 80],
@@ -58,7 +60,12 @@ def evaluated(run_values):
         "recall": {"_target_": "dmc.results.tasks.FactRecall", "haystack": source, **RECALL},
     }
     run_values["callbacks"] = {
-        "evaluation": {"_target_": "dmc.evaluation.Evaluation", "tasks": tasks, "every_steps": 4, "ratios": [3.0]}
+        "evaluation": {
+            "_target_": "dmc.training.callbacks.evaluation.Evaluation",
+            "tasks": tasks,
+            "every_steps": 4,
+            "ratios": [3.0],
+        }
     }
     run_values["training"] |= {"calibrate": False}
     return run_values

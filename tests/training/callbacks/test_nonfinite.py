@@ -7,13 +7,15 @@ import pytest
 import torch
 from launching import Ranks, logged, spoil_loss
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import NonFiniteError, train
+from dmc.training.callbacks.step_metrics import NonFiniteError
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.saving import load_checkpoint_model, saved_checkpoints
+from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
+from dmc.training.run import train
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import torch
 from launching import logged_losses
 
 from dmc.claims import ClaimedError
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.ranks import ALONE
-from dmc.training import PreemptedError, train
-from dmc.training.callbacks.preemption import SIGNALS, Preemption, requeue_job
+from dmc.training.callbacks.preemption import SIGNALS, PreemptedError, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints.folder import read_header
 from dmc.training.checkpoints.saving import SaveLast, step_name
+from dmc.training.config import RunConfig
+from dmc.training.run import train
 
 ALONE_MODULE = SimpleNamespace(strategy=SimpleNamespace(hosts=ALONE))
 

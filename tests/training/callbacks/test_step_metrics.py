@@ -3,8 +3,9 @@ import torch
 from launching import CONTEXT, logged, train_ranks
 from oracles.sharded_gradients import compare_norms
 
-from dmc.config import RunConfig, build_config
-from dmc.training import train
+from dmc.config import build_config
+from dmc.training.config import RunConfig
+from dmc.training.run import train
 
 FIGURES = (
     "train/loss", "train/ratio_loss", "train/noisy_ratio", "train/achieved_ratio", "train/gradient_norm",

@@ -3,14 +3,16 @@ from types import SimpleNamespace
 import pytest
 from launching import logged
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.data import OrderedDataset
 from dmc.models import load_model
-from dmc.training import module, train
+from dmc.training import module
 from dmc.training.callbacks import throughput
 from dmc.training.callbacks.validation import Validation
+from dmc.training.config import RunConfig
 from dmc.training.flops import flops_per_token
 from dmc.training.module import RetrofitModule
+from dmc.training.run import train
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ import pytest
 import torch
 from launching import logged
 
-from dmc.config import RunConfig, build_config
-from dmc.training import PreemptedError, train
+from dmc.config import build_config
+from dmc.training.callbacks.preemption import PreemptedError
 from dmc.training.callbacks.validation import RATIOS_NAME, Validation, append_ratios, draw_heatmap, read_ratios
+from dmc.training.config import RunConfig
+from dmc.training.run import train
 
 
 def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, monkeypatch, pictures):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from launching import Ranks, crowd_steps, hang_at, hold_interpreter_at
 
-from dmc.training import train
 from dmc.training.callbacks.watchdog import DUMP_SIGNAL
 from dmc.training.module import RetrofitModule
+from dmc.training.run import train
 
 
 def stacks_of_a_hang(run_values, log, sabotage, said):

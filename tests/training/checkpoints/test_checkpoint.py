@@ -12,9 +12,8 @@ import torch
 from launching import logged_losses
 from torch.distributed import checkpoint as distributed_checkpoint
 
-from dmc.config import RunConfig, build_config
+from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training import export_checkpoint, train
 from dmc.training.checkpoints.folder import (
     Header,
     check_fits,
@@ -30,6 +29,9 @@ from dmc.training.checkpoints.saving import (
     saved_checkpoints,
     step_name,
 )
+from dmc.training.config import RunConfig
+from dmc.training.exporter import export_checkpoint
+from dmc.training.run import train
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
 

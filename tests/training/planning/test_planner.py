@@ -6,16 +6,17 @@ import measured_memory
 import pytest
 import torch
 import yaml
+from composing import composed
 from launching import Processes
 from planned import SHAPE, gpus, plan, run
 from scripts_here import run_script
-from test_configs import composed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc.config import RunConfig, build_config
-from dmc.training import train
-from dmc.training.planning import memory
+from dmc.config import build_config
+from dmc.training.config import RunConfig
+from dmc.training.planning import peak_memory
 from dmc.training.planning.planner import GIB, plan_table
+from dmc.training.run import train
 
 ROOT = Path(__file__).parents[3]
 STATES, PEAK, SHARDED_PEAK = 0.02, 0.02, 0.2
@@ -152,8 +153,8 @@ TP = {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}
 def test_two_depths_tell_what_every_depth_needs(devices, changes, monkeypatch):
     config = run(SIX, trainer__devices=devices, **changes)
     extrapolated = plan(config).memory
-    monkeypatch.setattr(memory, "DEPTHS", (6, 6))
-    monkeypatch.setattr(memory, "SHARDED_DEPTHS", (6, 6))
+    monkeypatch.setattr(peak_memory, "DEPTHS", (6, 6))
+    monkeypatch.setattr(peak_memory, "SHARDED_DEPTHS", (6, 6))
     traced = plan(config).memory
     assert (traced.total, traced.num_weights) == (extrapolated.total, extrapolated.num_weights)
     assert traced.components == extrapolated.components

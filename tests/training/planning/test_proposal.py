@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
+from composing import composed, names, opening
 from planned import gpus, plan
-from test_configs import composed, names, opening
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmc.config import PlannerConfig
+from dmc.training.config import PlannerConfig
 from dmc.training.planning.fake_step import fake_step
-from dmc.training.planning.memory import Memory, plan_memory
+from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.planner import GIB, plan_training, proposal_line, propose_settings
 from dmc.training.planning.proposal import HEADROOM, Layout, propose
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_configs import CONFIGS, changed, composed, names, opening
+from composing import CONFIGS, changed, composed, names, opening
 
-from dmc.config import PlannerConfig, RunConfig, build_config
-from dmc.training import train
+from dmc.config import build_config
+from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning import planner
 from dmc.training.planning.start_checks import check_start, devices_per_node
+from dmc.training.run import train
 
 GPUS_OF_A_NODE = 8
 TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}

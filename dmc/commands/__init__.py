@@ -1,0 +1,1 @@
+"""What the commands do beyond calling one function of the package."""

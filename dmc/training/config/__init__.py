@@ -1,0 +1,25 @@
+"""The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
+
+from dmc.training.config.run_config import ModelConfig, RunConfig, run_config
+from dmc.training.config.trainer import PlannerConfig, Precision, TrainerConfig
+from dmc.training.config.training import (
+    RatioControlConfig,
+    RegressionInitConfig,
+    SensitivityInitConfig,
+    StageConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ModelConfig",
+    "PlannerConfig",
+    "Precision",
+    "RatioControlConfig",
+    "RegressionInitConfig",
+    "RunConfig",
+    "SensitivityInitConfig",
+    "StageConfig",
+    "TrainerConfig",
+    "TrainingConfig",
+    "run_config",
+]

@@ -1,0 +1,208 @@
+"""Configuration of a training run: its model, its groups, and checks across them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt
+
+from dmc.compression import CompressionConfig
+from dmc.config.settings import Count, Named, build_config, checked_dataclass
+from dmc.data.config import DataConfig
+from dmc.training.config.trainer import TrainerConfig
+from dmc.training.config.training import DistillationConfig, TrainingConfig
+
+
+@checked_dataclass(frozen=True)
+class ModelConfig:
+    """The model to start from: a folder or hub name, or a fresh one built from a Hugging Face configuration."""
+
+    path: str | None = None
+    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3."""
+    fresh: dict[str, Any] | None = None
+    """Hugging Face configuration values of a randomly initialized model, `model_type` included."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
+    revision: str | None = None
+    """Hub revision."""
+    architecture: dict[str, Any] | None = None
+    """Hugging Face configuration values of `path`, `model_type` included, for plans without the hub."""
+    merge_kv_heads: Count | None = None
+    """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
+    fact); None: they stay."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
+        if self.merge_kv_heads is not None and self.path is None:
+            raise ValueError(
+                f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "
+                "a fresh model model.fresh.num_key_value_heads"
+            )
+
+
+@checked_dataclass(frozen=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    compression: CompressionConfig | None = None
+    """Settings of the gates; None: train a base, without gates."""
+    control: StrictBool = False
+    """Train a control: as many steps as with `compression`, on the same text, without gates."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: Named[dict[str, Any]] = field(default_factory=dict)
+    """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
+    callbacks: Named[dict[str, Any]] = field(default_factory=dict)
+    """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
+    output_dir: str = "outputs/run"
+    use_previous_checkpoint: StrictBool = False
+    """Whether to continue from the previous checkpoint if the last one is damaged; False: refuse."""
+    seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 0
+
+    def __post_init__(self) -> None:
+        for contradiction in self._contradictions():
+            raise ValueError(contradiction)
+
+    def _contradictions(self) -> Iterator[str]:
+        training, trainer, gates = self.training, self.trainer, self.compression
+        strategy = f"trainer.strategy={trainer.strategy}"
+        if self.data.tokenizer.train_vocab_size is None and (self.data.tokenizer.path or self.model.path) is None:
+            yield "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
+        if trainer.uses_deepspeed and self.model.dtype != "float32":
+            instead = "set model.dtype=float32 and trainer.precision=bf16-mixed"
+            yield f"model.dtype={self.model.dtype} with {strategy}, which updates weights in float32: {instead}"
+        if training.distillation is not None and training.distillation.path is None and not self.model.path:
+            yield "training.distillation of a fresh model needs a teacher: set training.distillation.path"
+        if training.gates_only and trainer.uses_deepspeed:
+            yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
+        if (facts := self.data.facts) is not None and training.document_masking:
+            yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
+        if training.sequence_length % (shared := self.trainer.devices_per_sequence):
+            yield (
+                f"training.sequence_length={training.sequence_length} cannot be divided among the {shared} devices of "
+                "trainer.context_parallel_size * tensor_parallel_size: use a multiple of it"
+            )
+        ends = 0
+        for lesson in facts.lessons if facts is not None else ():
+            ends += lesson.sequences
+            if ends % training.batch_size:
+                yield f"data.facts.lessons of {ends} sequences end within a step of {training.batch_size}: end with one"
+        if training.overfit_sequences is not None and self.data.streaming:
+            yield "training.overfit_sequences reads cached text again and again: set data.streaming=false"
+        ramp = training.stages.get("retrofit")
+        if ramp is not None and ramp.ramp_to is not None and ramp.ramp_to < self.target_ratio:
+            target = f"compression.target_ratio={self.target_ratio:g}"
+            yield f"training.stages.retrofit.ramp_to={ramp.ramp_to:g} ends below {target}: give the highest CR, or null"
+        if gates is not None:
+            yield from self._contradictions_of_gates(gates)
+            yield from self._contradictions_on_the_way("snapshot_ratios", training.snapshot_ratios)
+            yield from self._contradictions_on_the_way("milestones.ratios", training.milestones.ratios)
+
+    def _contradictions_of_gates(self, gates: CompressionConfig) -> Iterator[str]:
+        training = self.training
+        held, length, cuts = gates.counted_delay + 1, training.sequence_length, self.trainer.devices_per_sequence
+        if self.has_gates and held * self.target_ratio > length:
+            yield (
+                f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
+                f"tokens every head holds at least {held}; use longer ones, compression.delay below {gates.delay}, or "
+                "compression.target_counts=decided, which counts decisions alone"
+            )
+        if training.sensitivity_init is not None and (not gates.has_adapter or gates.decisions != "per_head"):
+            yield (
+                f"training.sensitivity_init with compression.gate_input={gates.gate_input}, "
+                f"decisions={gates.decisions}: set compression.gate_input=hidden (or both) and decisions=per_head"
+            )
+        if training.sensitivity_init is not None and cuts > 1:
+            sizes = "tensor_parallel_size=1 and context_parallel_size=1"
+            yield f"training.sensitivity_init with heads divided among {cuts} devices: use {sizes}"
+        if training.regression_init is not None:
+            wanted = {"action": "drop", "gate_input": "hidden", "decisions": "per_head", "decided_token": "own"}
+            wrong = [f"{name}={getattr(gates, name)}" for name in wanted if getattr(gates, name) != wanted[name]]
+            if wrong:
+                right = ", ".join(f"{name}={value}" for name, value in wanted.items())
+                yield f"training.regression_init with compression.{', '.join(wrong)}: set {right}"
+            if training.sensitivity_init is not None or cuts > 1:
+                yield (
+                    "training.regression_init sets the adapters of whole layers: leave out training.sensitivity_init, "
+                    "and use trainer.tensor_parallel_size=1 and context_parallel_size=1"
+                )
+            if self.trainer.strategy == "deepspeed_zero3":
+                yield (
+                    "training.regression_init with trainer.strategy=deepspeed_zero3: DeepSpeed gathers no weight for "
+                    "what reads it outside of the forward pass; use fsdp2"
+                )
+        if training.delays and training.delays[-1] != gates.delay:
+            yield f"training.delays={training.delays} must end with compression.delay={gates.delay}"
+        for delay in training.delays:
+            dataclasses.replace(gates, delay=delay)
+        if training.head_agreement_weight > 0 and self.has_gates and gates.decisions != "per_head":
+            weight = f"training.head_agreement_weight={training.head_agreement_weight}"
+            yield f"{weight} with compression.decisions={gates.decisions}: heads always agree; use weight 0"
+        for name in ("gates_only", "ratio_control"):
+            if self.has_gates and gates.decisions == "fixed" and getattr(training, name):
+                yield f"training.{name} with compression.decisions=fixed: there are no gates to train"
+
+    def _contradictions_on_the_way(self, name: str, ratios: list[float]) -> Iterator[str]:
+        stage = self.training.stages.get("retrofit")
+        if not ratios:
+            return
+        if self.target_ratio == 1:
+            yield f"compression.target_ratio=1 has no snapshots on the way: empty training.{name}"
+        if high := [ratio for ratio in ratios if ratio > self.target_ratio]:
+            yield f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}"
+        if stage is not None and not stage.ramp_share(self.decisions) > 0:
+            yield (
+                f"training.{name}={ratios} need a target that climbs through them: empty them, or give the retrofit "
+                "stage a ramp_fraction > 0"
+            )
+
+    @property
+    def gates(self) -> CompressionConfig | None:
+        """The gates at work; None: the model is a base or a control."""
+        return None if self.control else self.compression
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the model learns to compress."""
+        return self.gates is not None
+
+    @property
+    def distillation(self) -> DistillationConfig | None:
+        """How gates learn from a teacher; None: there are none, or from the text alone."""
+        return self.training.distillation if self.has_gates else None
+
+    @property
+    def decisions(self) -> str:
+        """Decisions of the run's gates; a control counts as learned ones."""
+        return "per_head" if self.compression is None else self.compression.decisions
+
+    @property
+    def target_ratio(self) -> float:
+        """Compression ratio at the end of the stages; 1 for a base."""
+        return 1.0 if self.compression is None else self.compression.target_ratio
+
+
+def run_config(settings: Any) -> RunConfig:
+    """Validate settings that Hydra has composed.
+
+    Raises:
+        ValueError: a setting is unknown, missing or out of range.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if missing := sorted(OmegaConf.missing_keys(settings)):
+        raise ValueError(f"give a value for {', '.join(missing)}")
+    try:
+        values: Any = OmegaConf.to_container(settings, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    values["compression"] = values.get("compression") or None
+    del values["plan"], values["planner"]
+    return build_config(RunConfig, values)

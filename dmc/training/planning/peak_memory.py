@@ -1,0 +1,243 @@
+"""Peak memory of one rank in a step, by torch's trackers on a step with fake tensors.
+
+Formulas are used only where no tracker works: DeepSpeed's states and buffers, and its memory on the host. Validation
+needs less than the step's own forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from dmc.training.config import RunConfig
+from dmc.training.planning.fake_step import fake_step
+
+DEPTHS, SHARDED_DEPTHS = (2, 3), (4, 5)
+"""Numbers of layers that are traced; the neighbors of the first and last ones are gathered or reduced meanwhile."""
+NAMES = {
+    "Parameter": "weights", "Sharded Param": "weights", "Buffer": "weights",
+    "Gradient": "gradients", "Sharded Grad": "gradients",
+    "Optstate": "optimizer states", "OptState": "optimizer states",
+    "Other": "teacher", "Inputs": "teacher",
+    "Unsharded Param": "gathered weights", "All Gather": "gathered weights",
+    "Unsharded Grad": "gradients on their way", "Reduce Scatter": "gradients on their way",
+    "Activation": "activations", "Temp": "sums and temporaries",
+}  # fmt: skip
+"""What the trackers count, in words of a plan. Made in a backward are temporaries, and what is summed until a step
+ends: whole gradients with `accumulate_locally`, those of a copy with HSDP."""
+DEEPSPEED_BUCKET = 200_000_000
+"""Weights in one of DeepSpeed's buffers: Lightning's reduce_bucket_size and allgather_bucket_size."""
+DEEPSPEED_LIVE = 1_000_000_000
+"""Maximum weights that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters."""
+CONTEXT_BYTES = int(1.5 * 2**30)
+"""CUDA context, cuBLAS workspaces and NCCL's buffers: 1 to 2 GiB on current GPUs."""
+FRAGMENTED = 0.05
+"""Share of the memory reserved by PyTorch's allocator that no tensor uses."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one rank at its peak, in bytes."""
+
+    components: dict[str, int]
+    """Bytes on the device, by component."""
+    peak: str
+    """Moment of the peak."""
+    num_weights: int
+    """Weights of the model, over all ranks."""
+    num_trained: int
+    """Those of them that the optimizer has states of."""
+    formulas: tuple[str, ...] = ()
+    """Components by formula, which were not traced."""
+    cpu: int = 0
+    """Bytes of offloaded states in CPU memory."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.components.values())
+
+
+def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool) -> Memory:
+    """Find the moment of peak memory in a step, and its components.
+
+    Args:
+        config: the run.
+        num_layers: of its model.
+        num_ranks: data parallel ranks.
+        on_gpu: whether the device is a GPU.
+    """
+    peaks, num_weights, num_trained = trace(
+        without_deepspeed(config), num_layers, config.training.accumulation(num_ranks)
+    )
+    cpu, formulas = 0, []
+    if config.trainer.uses_deepspeed:
+        states, cpu = _zero_states(config, num_weights, num_ranks)
+        formulas = [*states, "update of the weights"]
+        peaks["update of the weights"] = {"update of the weights": states.pop("update of the weights")}
+        peaks = {moment: {**counted, **states} for moment, counted in peaks.items()}
+    peak = max(peaks, key=lambda moment: sum(peaks[moment].values()))
+    components = {name: size for name, size in peaks[peak].items() if size}
+    if on_gpu:
+        components["context, fragmentation"] = CONTEXT_BYTES + round(FRAGMENTED * sum(components.values()))
+        formulas.append("context, fragmentation")
+    found = tuple(name for name in components if name in formulas)
+    peak = re.sub(r"-(\d+)$", lambda back: str(num_layers - int(back[1])), peak)
+    return Memory(components, peak, num_weights, num_trained, found, cpu)
+
+
+def without_deepspeed(config: RunConfig) -> RunConfig:
+    """Give a run that has the activations of DeepSpeed's on one device: bf16-mixed computes with bfloat16 weights."""
+    if not config.trainer.uses_deepspeed:
+        return config
+    trainer = dataclasses.replace(
+        config.trainer, strategy="auto", devices=1, num_nodes=1, precision="32-true", offload_optimizer=False,
+        offload_parameters=False,
+    )  # fmt: skip
+    dtype = "bfloat16" if config.trainer.precision == "bf16-mixed" else config.model.dtype
+    return dataclasses.replace(config, trainer=trainer, model=dataclasses.replace(config.model, dtype=dtype))
+
+
+def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
+    """Count the memory at each moment of a step, the model's weights, and those that are trained.
+
+    Layers are alike: each moment's peak, and each of its components, is linear in their number.
+
+    Args:
+        config: of a run without DeepSpeed.
+        num_layers: of the model.
+        micro_batches: of a step.
+    """
+    depths = DEPTHS if config.trainer.strategy in ("auto", "ddp") else SHARDED_DEPTHS
+    if num_layers <= depths[1]:
+        return _trace_layers(config, num_layers, micro_batches)
+    (few, *some), (more, *others) = (_trace_layers(config, depth, micro_batches) for depth in depths)
+
+    def extended(one: int, other: int) -> int:
+        return one + (other - one) * (num_layers - depths[0]) // (depths[1] - depths[0])
+
+    peaks = {
+        moment: {name: extended(size, more[moment][name]) for name, size in counted.items()}
+        for moment, counted in few.items()
+    }
+    num_weights, num_trained = map(extended, some, others)
+    return peaks, num_weights, num_trained
+
+
+def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
+    with fake_step(config, num_layers) as step:
+        module, model = step.module, step.module.model
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        step.strategy.set_tensors(lambda _: None)  # the optimizer's states
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        teacher = [] if module.teacher is None else list(module.teacher.model.parameters())
+        tracker: Any
+        if step.strategy.holds_parts:
+            tracker = FSDPMemTracker(model, step.optimizer)
+            tracker.track_inputs(teacher)
+        else:
+            for part in (model, *([] if module.teacher is None else [module.teacher.model])):
+                _frozen_as_buffers(part)  # the tracker listens to the gradients of all parameters
+            tracker = MemTracker()
+            tracker.track_external(model, step.optimizer)
+        if step.strategy.mesh_shape[2] > 1:
+            step.micro_batch()  # DTensor tries an operation once on tensors of the whole shape, which are none here
+        peaks = Peaks(tracker, model)
+        count = min(micro_batches, 2)  # the last one needs most; where ranks hold parts, the first leaves buffers to it
+        with tracker:
+            for index in range(0 if step.strategy.holds_parts else count - 1, count):
+                peaks.begin("forward")
+                step.micro_batch(is_first=index == 0, is_last=index + 1 == count)
+                tracker.reset_mod_stats()
+            peaks.begin("")
+        if not step.strategy.holds_parts:
+            for counted in peaks.counted.values():
+                counted["teacher"] = sum(parameter.nbytes for parameter in teacher)
+                counted["weights"] -= counted["teacher"]
+        return peaks.counted, num_weights, num_trained
+
+
+def _frozen_as_buffers(model: nn.Module) -> None:
+    for part in model.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(part, name)
+                part.register_buffer(name, parameter.detach())
+
+
+class Peaks:
+    """Takes down, for each moment of a step, what a tracker counts when it counts most.
+
+    Args:
+        tracker: torch's.
+        model: whose layers tell the moments.
+    """
+
+    def __init__(self, tracker: MemTracker, model: Any) -> None:
+        self.counted: dict[str, dict[str, int]] = {}
+        self._tracker, self._moment = tracker, ""
+        layers = model.model.layers
+        for place, layer in enumerate(layers):
+            place = place if place < len(layers) / 2 else place - len(layers)
+            self._at_gradient_of(layer, f"backward of layer {place}")
+        model.model.norm.register_forward_pre_hook(lambda *_: self.begin("logits and loss"))
+        self._at_gradient_of(model.model.embed_tokens, "backward of the embedding")
+
+    def begin(self, moment: str) -> None:
+        """End a moment and begin another."""
+        counts: dict[Any, dict[Any, int]] = self._tracker.get_tracker_snapshot("peak")
+        for counted in counts.values():
+            named = dict.fromkeys(NAMES.values(), 0)
+            for kind, size in counted.items():
+                if kind != "Total":
+                    named[NAMES[kind.value]] += size
+            before = self.counted.get(self._moment, {})
+            self.counted[self._moment] = max(before, named, key=lambda each: sum(each.values()))
+        self._tracker._peak_mem.clear()  # the new moment has a peak of its own
+        self._moment = moment
+
+    def _at_gradient_of(self, part: nn.Module, moment: str) -> None:
+        def listen(_: Any, __: Any, output: Any) -> None:
+            states = output if isinstance(output, torch.Tensor) else output[0]
+            if states.requires_grad:
+                states.register_hook(lambda _: self.begin(moment))
+
+        part.register_forward_hook(listen)
+
+
+def _zero_states(config: RunConfig, num_weights: int, num_ranks: int) -> tuple[dict[str, int], int]:
+    """Compute what DeepSpeed holds on a device and on the CPU, for each rank.
+
+    With P weights of c bytes on N ranks. ZeRO-1: c P weights, c P gradients, 12 P / N optimizer (float32 weights and
+    both of Adam's states). ZeRO-2: c P / N gradients. ZeRO-3: c P / N weights too. Two buckets of 2e8 weights, c bytes
+    each; ZeRO-3 keeps c bytes of at most 1e9 gathered weights. The update makes float32 gradients, 4 P / N.
+    """
+    trainer, stage = config.trainer, int(config.trainer.strategy[-1])
+    size = 2 if without_deepspeed(config).model.dtype == "bfloat16" else 4
+    own = -(-num_weights // num_ranks)
+    states = {
+        "weights": size * (own if stage == 3 else num_weights),
+        "gradients": size * (own if stage > 1 else num_weights),
+        "optimizer states": 12 * own,
+        "buckets": 2 * size * min(DEEPSPEED_BUCKET, num_weights),
+        "gathered weights": size * min(DEEPSPEED_LIVE, num_weights) if stage == 3 else 0,
+        "update of the weights": 4 * own,
+    }
+    cpu = 0
+    if trainer.offload_optimizer:  # DeepSpeed then sums the gradients there too
+        cpu += states["optimizer states"] + states["update of the weights"]
+        states |= {"optimizer states": 0, "update of the weights": 0}
+    if trainer.offload_parameters:
+        cpu += states["weights"]
+        states["weights"] = 0
+    return states, cpu

@@ -1,0 +1,80 @@
+"""What a study trains, and what it refuses; its table is that of every comparison."""
+
+import json
+
+import pytest
+from scripts_here import run_script
+
+from dmc.commands.study import StudyConfig, collect, plan_bases, plan_runs
+from dmc.results.store import Store
+
+SETTINGS = {"bases": {"base": ["a=1"]}, "runs": {"control": ["b=1"], "merge": ["b=2"]}, "policies": ["full"],
+            "budgets": [4], "tasks": ["text_loss"], "seeds": [3, 5], "output": "out"}  # fmt: skip
+
+
+def test_runs_are_planned_seed_by_seed_each_with_its_command():
+    config = StudyConfig(**SETTINGS)
+    assert [run.arguments for run in plan_bases(config)] == [("a=1", "output_dir=out/base")]
+    assert [run.label for run in plan_runs(config)] == ["control-s3", "merge-s3", "control-s5", "merge-s5"]
+    assert plan_runs(config)[3].arguments == ("b=2", "output_dir=out/merge-s5", "seed=5")
+    further = StudyConfig(**SETTINGS | {"arguments": ["c=3"]})
+    assert plan_bases(further)[0].arguments == ("a=1", "c=3", "output_dir=out/base")
+    assert plan_runs(further)[0].arguments[-3:] == ("c=3", "output_dir=out/control-s3", "seed=3")
+    alone = StudyConfig(**SETTINGS | {"only": ["merge"], "seeds": [3]})
+    assert [run.label for run in plan_runs(alone)] == ["control-s3", "merge-s3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"runs": {"merge": []}}, r"has no 'control'"),
+        ({"only": ["merg"]}, r"only=\['merg'\]: expected some of control, merge"),
+        ({"processes": 0}, "processes=0"),
+        ({"seeds": []}, r"seeds=\[\]"),
+        ({"budgets": [4, "bytes:merg"]}, "bytes:merg: expected one of the runs control, merge"),
+    ],
+)
+def test_studies_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        StudyConfig(**SETTINGS | change)
+
+
+def export(folder, ratio, loss):
+    """Write what an export says of a model at a ratio; the validation text of run `cr8` was used for choices."""
+    held = 1.0 if ratio is None else ratio - 0.125
+    metrics = {"achieved_ratio": held, "validation_loss_nats_per_token": loss}
+    if "cr8" in str(folder):
+        metrics = {f"test_{name.removeprefix('validation_')}": value for name, value in metrics.items()}
+        metrics |= {"achieved_ratio": 1.0, "validation_loss_nats_per_token": 0.1}
+    compression = None if ratio is None else {"target_ratio": ratio}
+    folder.mkdir(parents=True)
+    (folder / "retrofit.json").write_text(json.dumps({"metrics": metrics, "compression": compression}))
+
+
+def test_every_exported_model_of_a_sweep_is_in_one_table(tmp_path, capsys):
+    sweep, models = tmp_path, {"cr8/final": (8.0, 2.5), "cr8/snapshots/cr3": (3.0, 2.5), "control/final": (None, 2.0)}
+    for name, figures in models.items():
+        export(sweep / name, *figures)
+    for run in ("cr8", "control", "cr4"):  # the last has not finished
+        (sweep / run).mkdir(exist_ok=True)
+        (sweep / run / "run.json").write_text("{}")
+    rows, unfinished = collect(sweep)
+    assert [row["model"] for row in rows] == ["control/final", "cr8/cr3", "cr8/final"] and unfinished == ["cr4"]
+    for _ in range(2):  # the second replaces the first
+        assert run_script("collect.py", f"folder={sweep}") == ""
+        shown = capsys.readouterr().out
+    frame = Store(sweep / "cells.jsonl").frame()
+    found = frame[["model", "requested_ratio", "achieved_ratio", "value", "split"]].to_numpy().tolist()
+    assert found == [
+        ["control/final", 1.0, 1.0, 2.0, "validation"],
+        ["cr8/cr3", 3.0, 2.875, 2.5, "test"],
+        ["cr8/final", 8.0, 7.875, 2.5, "test"],
+    ]
+    assert "| cr8/final, learned | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
+    assert "nan" not in shown and (sweep / "table.md").read_text().strip() in shown
+    assert (sweep / "results.csv").is_file()
+
+
+def test_a_folder_without_runs_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        collect(tmp_path)

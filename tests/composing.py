@@ -1,0 +1,37 @@
+"""The repository's configurations, composed as the scripts compose them."""
+
+import copy
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from dmc.config.command_line import plain_settings
+from dmc.training.config import run_config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def names(group):
+    folder = CONFIGS / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return run_config(compose("train", overrides=plain_settings("train", overrides, CONFIGS)))
+
+
+def changed(values, changes):
+    """Copy nested settings, some of them changed by their dotted names."""
+    values = copy.deepcopy(values)
+    for path, value in changes.items():
+        *folders, last = path.split(".")
+        place = values
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return values
+
+
+def opening(name):
+    return (CONFIGS / "experiment" / f"{name}.yaml").read_text().splitlines()[:2]

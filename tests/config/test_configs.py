@@ -1,0 +1,214 @@
+import dataclasses
+import json
+import shlex
+
+import pytest
+from composing import CONFIGS, composed, names, opening
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from scripts_here import run_script
+
+from dmc.commands.study import StudyConfig, check_measurements
+from dmc.config import build_config
+from dmc.results.grid import CompareConfig, named_settings, plan_methods
+from dmc.training.config import RunConfig, StageConfig
+from dmc.training.stages import Plan
+
+
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
+def test_every_experiment_composes_and_opens_with_its_command(name):
+    config = composed(f"experiment={name}")
+    total_steps = Plan(config.training, config.target_ratio, config.compression).total_steps
+    assert total_steps > 0 or config.training.regression_init is not None
+    assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
+
+
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])
+def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
+    overrides = [] if name.startswith("quickstart") else ["models={base: DIR, cr4: DIR}"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("compare", overrides=[f"experiment={name}", *overrides])
+    config = build_config(CompareConfig, OmegaConf.to_container(settings, resolve=True))
+    assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
+    words = shlex.split(opening(name)[1])
+    assert words == ["#", "python", "scripts/compare.py", f"experiment={name}", *overrides] and len(config.models) == 2
+
+
+STUDIES = [name for name in names("experiment") if "study.py" in opening(name)[1]]
+
+
+def study(name):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("study", overrides=[f"experiment={name}"])
+    return build_config(StudyConfig, OmegaConf.to_container(settings, resolve=True))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_composes_and_opens_with_its_command(name):
+    assert opening(name) == ["# @package _global_", f"# python scripts/study.py experiment={name}"]
+    check_measurements(study(name), CONFIGS)
+
+
+def study_runs():
+    runs = [each for name in STUDIES for each in {**study(name).bases, **study(name).runs}.items()]
+    return [(name, list(arguments)) for name, arguments in runs]
+
+
+@pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
+def test_every_run_of_the_study_composes(name, arguments):
+    config = composed(*arguments)
+    length = 4096 if "4096" in arguments[0] else 256 if name == "base_short" else 1024
+    assert config.training.sequence_length == length
+    assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{group}={name}"
+        for group in ("model", "compression", "training", "trainer", "logger", "callbacks", "debug")
+        for name in names(group)
+    ],
+)
+def test_every_option_composes(override):
+    needed = {
+        "model=pretrained": ["model.path=somewhere"],
+        "compression=none": ["training=pretrain"],
+        "training=regress": ["compression=dmc_hidden"],
+        "training=short_measured": ["model=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
+        "training=write_gate": ["model=pretrained", "model.path=somewhere", "compression=write_gate"],
+    }
+    assert isinstance(composed(override, *needed.get(override, [])), RunConfig)
+
+
+def test_loggers_and_callbacks_are_chosen_several_at_once():
+    config = composed("logger=[wandb,tensorboard]", "logger.wandb.project=mine", "callbacks=[device_stats]")
+    assert [*config.logger] == ["wandb", "tensorboard"] and config.logger["wandb"]["project"] == "mine"
+    assert [*config.callbacks] == ["device_stats"]
+    config = composed("callbacks=[evaluation,device_stats]", "+task@callbacks.evaluation.tasks.recall=recall")
+    assert [*config.callbacks["evaluation"]["tasks"]] == ["needle", "recall"]
+    config = composed("debug=profiler", "callbacks.mine._target_=module.Mine", "trainer.deterministic=true")
+    assert [*config.callbacks] == ["mine"]
+    assert config.trainer.lightning == {"profiler": "pytorch", "deterministic": True}
+
+
+@pytest.mark.parametrize("name", names("data"))
+def test_every_source_can_be_built(name):
+    fill = ["data.train.text.name=a.txt", "data.validation.text.name=b.txt"] if name == "text_files" else []
+    no_facts = ["data.facts=null"] if name == "recall" else []  # which are written into cached text
+    fill += ["data.tokenizer.path=somewhere"] if name in ("text_files", "hub_blend") else []  # else the model's own
+    config = composed(f"data={name}", *fill, "data.streaming=true", "data.stream_shards=8", *no_facts)
+    assert config.data.stream_shards == 8
+    for source in (*config.data.train.values(), *config.data.validation.values()):
+        assert instantiate(source).weight > 0
+
+
+@pytest.mark.parametrize("name", names("policy"))
+def test_every_policy_is_an_option_of_generate(name):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("generate", overrides=[f"policy={name}", "model.path=somewhere", "prompt=x"])
+    assert ("_target_" in settings.policy) == (name != "full")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.stages.retrofit.steps=500", {"steps": 500}),
+        ("training.stages.retrofit.tokens=1e9", {"tokens": 1e9}),
+        ("training.stages.retrofit={steps: 7, tokens_per_ratio: null}", {"steps": 7}),
+        ("training.stages.retrofit.warmup_steps=5", {"tokens_per_ratio": 24e9, "warmup_steps": 5}),
+    ],
+)
+def test_one_setting_of_a_stage_is_one_override_away(override, expected):
+    config = composed(override)
+    assert config.training.stages["retrofit"] == StageConfig(**expected)
+    assert [*config.training.stages] == ["zero_out", "retrofit", "solidify"]
+
+
+def test_stages_and_sources_are_left_out_by_null_and_added_by_name():
+    config = composed("training.stages.zero_out=null", "~training.stages.solidify", "training.stages.pretrain.steps=3")
+    assert [*config.training.stages] == ["retrofit", "pretrain"]
+    config = composed("data=python_code", "data.train.stdlib=null", "data.train.packages.weight=2",
+                      "data.train.mine={_target_: dmc.data.TextSource, name: a.txt}")  # fmt: skip
+    assert [*config.data.train] == ["packages", "mine"] and config.data.train["packages"]["weight"] == 2
+
+
+def test_llama_experiment_is_the_papers_recipe():
+    config = composed("experiment=llama2_7b_cr4")
+    training = config.training
+    assert (training.batch_size, training.sequence_length) == (1024, 4096)
+    assert (training.betas, training.adam_eps, training.weight_decay) == ((0.9, 0.95), 1e-5, 0.1)
+    assert (training.learning_rate, training.gradient_clip) == (3e-5, 1.0)
+    gates = config.compression
+    assert (gates.temperature, gates.decision_offset, gates.window_size, gates.delay) == (0.1, 5.0, 12, 0)
+    assert gates.target_ratio == 4.0
+    zero_out, retrofit, solidify = training.stages.values()
+    assert [*training.stages] == ["zero_out", "retrofit", "solidify"]
+    assert zero_out.steps == 250
+    assert retrofit.tokens_per_ratio == 24e9
+    assert (solidify.tokens, solidify.final_fraction) == (8e9, 0.1)
+
+
+@pytest.mark.parametrize(("name", "window"), [("qwen3_8b_dms8", 512), ("llama31_8b_dms8", 256)])
+def test_dms_of_an_8b_model_is_its_authors_recipe(name, window):
+    config = composed(f"experiment={name}")
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    assert [plan.at(100 * number).target_ratio for number in range(9)] == [*range(1, 9), 8]
+    gates, training = config.compression, config.training
+    assert (gates.action, gates.delay, gates.gate_input, gates.decision_scale) == ("drop", window, "hidden", 100)
+    assert (gates.target_counts, training.distillation.direction, training.loss_average) == (
+        "decided", "reverse", "token",
+    )  # fmt: skip
+    assert training.gates_only and training.sequence_length == 8192 and config.trainer.strategy == "hsdp"
+    training.accumulation(config.trainer.devices * config.trainer.num_nodes)
+
+
+GATES = {
+    "compression=dmc_hardc": {"decisions": "per_layer"},
+    "compression=dmc_uniform": {"weighting": "uniform"},
+    "compression=dmc_exact": {"window_size": None},
+    "compression=dmc_first_neuron": {"neuron_index": 0},
+    "compression=fixed_pooling": {"decisions": "fixed", "weighting": "uniform", "window_size": None},
+    "compression.decisions=per_layer": {"decisions": "per_layer"},
+}
+TRAINING = {
+    "training.head_agreement_weight=1": {"head_agreement_weight": 1.0, "head_agreement": "mean"},
+    "training.ratio_prior=local": {"ratio_prior": "local"},
+    "training.soft_ratio_loss=true": {"soft_ratio_loss": True},
+}
+
+
+@pytest.mark.parametrize("override", [*GATES, *TRAINING])
+def test_every_variant_of_the_paper_is_one_override_away(override):
+    plain, variant = (composed("experiment=llama2_7b_cr2", *words) for words in ([], [override]))
+    assert variant.compression == dataclasses.replace(plain.compression, **GATES.get(override, {}))
+    assert variant.training == dataclasses.replace(plain.training, **TRAINING.get(override, {}))
+    assert variant.model == plain.model
+
+
+def test_regimes_have_the_papers_lengths():
+    lengths = {}
+    for name in ("retrofit", "retrofit_short", "retrofit_immediate"):
+        config = composed("experiment=llama2_7b_cr4", f"training={name}", "training.snapshot_ratios=[]")
+        plan = Plan(config.training, config.target_ratio, config.compression)
+        lengths[name] = dict(plan.lengths())["retrofit"]
+        ramp = [plan.at(250 + lengths[name] * third // 3).target_ratio for third in range(3)]
+        assert ramp == ([4.0] * 3 if name == "retrofit_immediate" else pytest.approx([1.0, 2.0, 3.0], abs=1e-3))
+        assert (plan.at(0).stage, plan.total_steps - lengths[name]) == ("zero_out", 250 + 1907)
+        changed = {"stages": config.training.stages, "micro_batch_size": config.training.micro_batch_size}
+        assert dataclasses.replace(config.training, snapshot_ratios=[]) == dataclasses.replace(
+            composed().training, **changed
+        )
+    assert lengths == {"retrofit": 17167, "retrofit_short": 8584, "retrofit_immediate": 17167}  # 6K, 3K per +1 of CR
+
+
+def test_composed_settings_survive_json():
+    config = composed("experiment=quickstart_retrofit")
+    assert build_config(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+def test_failed_run_of_a_sweep_is_told_to_the_launcher(tmp_path, capsys):
+    said = run_script("train.py", "-m", "compression.target_ratio=0.5", f"output_dir={tmp_path / 'out'}")
+    assert said.startswith("error: ") and "target_ratio=0.5" in said and "\n" not in said
+    assert "Error executing job with overrides: ['compression.target_ratio=0.5'" in capsys.readouterr().err
