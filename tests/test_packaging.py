@@ -39,21 +39,21 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = {"dmc", "configs", "scripts", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
 KINDS = (".py", ".yaml")
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "hydra_command")
 
 
 def test_every_script_is_a_command():
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert commands == {f"dmc-{name.replace('_', '-')}": f"dmc.scripts.{name}:main" for name in SCRIPTS}
+    assert commands == {f"dmc-{name.replace('_', '-')}": "dmc_scripts.hydra_command:console" for name in SCRIPTS}
 
 
 LOOK = """
-import importlib, sys
+import sys
+from dmc_scripts.hydra_command import console
 from hydra.core.global_hydra import GlobalHydra
-mains = {name: importlib.import_module(f"dmc.scripts.{name}").main for name in NAMES}
 for name, *arguments in COMMANDS:
-    sys.argv = [name, *arguments]
-    mains[name]()
+    sys.argv = [f"dmc-{name}", *arguments]
+    console()
     GlobalHydra.instance().clear()
 """
 
@@ -147,9 +147,9 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     run(*pip, "install", *offline, "--target", str(tmp_path / "site"), str(wheel))
     shutil.rmtree(source)
     installed = tmp_path / "site" / "dmc"
-    for folder in ("configs", "scripts"):
+    for folder, there in (("configs", installed / "configs"), ("scripts", tmp_path / "site" / "dmc_scripts")):
         kept = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*") if path.suffix in KINDS}
-        assert {path.relative_to(installed / folder) for path in (installed / folder).rglob("*.*")} >= kept
+        assert {path.relative_to(there) for path in there.rglob("*.*")} >= kept
     for kernels in (installed / "kernels").glob("*.so"):
         needed = re.findall(rb"GLIBC_(\d+)\.(\d+)", kernels.read_bytes())
         assert max((int(major), int(minor)) for major, minor in needed) <= (2, 28)  # that of torch's own wheels
@@ -157,7 +157,7 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
     looks = [["train", "experiment=quickstart_base", "plan=true"]]
     looks += [["compare", "models={base: nowhere}", "policies=[full,h2o]", "--cfg", "job"], ["demo"]]
-    seen = run(sys.executable, "-c", f"NAMES = {SCRIPTS}; COMMANDS = {looks}\n{LOOK}")
+    seen = run(sys.executable, "-c", f"COMMANDS = {looks}\n{LOOK}")
     assert re.search(r"pretrain +2,400 steps", seen) and "h2o" in seen
     shown = run(str(binaries / "dmc-train"), "--help")
     assert "training: pretrain, regress, retrofit" in shown and "callbacks: device_stats" in shown

@@ -24,7 +24,7 @@ def instantiate(settings: Mapping[str, Any], name: str, kind: type = object, **o
         raise ValueError(f"{name} has no _target_: name a class, such as dmc.data.TextSource")
     try:
         # partial: Hydra would turn options that are dataclasses into plain dictionaries
-        built = hydra.utils.instantiate(_literal(settings), _partial_=True, _convert_="all")(**options)
+        built = hydra.utils.instantiate(dict(settings), _partial_=True, _convert_="all")(**options)
     except (InstantiationException, TypeError, ValueError) as error:
         reason: BaseException = error
         while isinstance(reason, InstantiationException) and reason.__cause__ is not None:
@@ -33,12 +33,3 @@ def instantiate(settings: Mapping[str, Any], name: str, kind: type = object, **o
     if not isinstance(built, kind):
         raise ValueError(f"{name} is {type(built).__name__}: expected a {kind.__module__}.{kind.__name__}")
     return built
-
-
-def _literal(value: Any) -> Any:
-    """Escape what Hydra would interpolate: settings are resolved already, and a stranger's text stays text."""
-    if isinstance(value, str):
-        return value.replace("${", "\\${")
-    if isinstance(value, Mapping):
-        return {key: _literal(inner) for key, inner in value.items()}
-    return [_literal(inner) for inner in value] if isinstance(value, (list, tuple)) else value

