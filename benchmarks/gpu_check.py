@@ -42,7 +42,7 @@ from dmc.models import next_tokens, with_token_losses
 from dmc.models.build import random_model, twin
 from dmc.models.masked_attention import masked_attention
 from dmc.models.modeling import for_unpadded
-from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchmark
+from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.provenance import provenance
 from dmc.training.flops import peak_flops
 
@@ -244,7 +244,8 @@ def sweep(place: Place, case: Case) -> Rows:
 def check_speed(place: Place) -> Rows:
     """Throughput of the engine, and the largest batch, at CR 1 to 8."""
     config = BenchmarkConfig(
-        BenchmarkedModel(shape=place.shape(place.size(8, 1)), dtype=str(place.dtype).removeprefix("torch.")),
+        shape=place.shape(place.size(8, 1)),
+        dtype=str(place.dtype).removeprefix("torch."),
         prompt_length=place.size(2048, 32),
         batch_sizes=[place.size(32, 2)],
         ratios=[1.0, 4.0] if place.is_tiny else [1.0, 2.0, 4.0, 8.0],
@@ -252,7 +253,7 @@ def check_speed(place: Place) -> Rows:
         new_tokens=place.size(16, 4),
         memory=place.size(2**29, 2**17),
     )
-    stock = random_model(config.model.shape or {}, place.dtype, place.device)
+    stock = random_model(config.shape or {}, place.dtype, place.device)
     models = {
         ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig()) for ratio in config.ratios
     }

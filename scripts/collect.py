@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
-
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("collect")
-def main(settings: DictConfig) -> None:
-    from dmc.commands.study import collect
-    from dmc.results.store import Store
-    from dmc.results.tables import write_tables
+@command("collect")
+def main(settings: Any) -> None:
+    from dmc.commands.report import collect
 
-    folder = Path(settings.folder)
-    rows, unfinished = collect(folder)
-    store = Store(folder / "cells.jsonl")
-    for row in rows:
-        store.append(row)
-    print(write_tables(store, folder, keys=[row["key"] for row in rows]))
-    if unfinished:
-        print(f"\nnot finished: {', '.join(unfinished)}")
+    print(collect(Path(str(settings["folder"]))))
 
 
 if __name__ == "__main__":

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
-
-from dmc.config.command_line import script
-
-MEASURED = {
-    "calibrate": "calibrate",
-    "calibration_sequences": "calibration_sequences",
-    "validation_sequences": "validation_sequences",
-    "dtype": "export_dtype",
-}
-"""Settings here, and their names in a run."""
+from hydra_command import command
 
 
-@script("export")
-def main(settings: DictConfig) -> None:
-    from dmc.training.exporter import export_checkpoint
+@command("export", on_devices=True)
+def main(settings: Any) -> None:
+    from dmc.commands.export import ExportConfig, export
+    from dmc.config import build_config
 
-    folder = export_checkpoint(
-        Path(settings.run),
-        Path(settings.output),
-        target_ratio=settings.target_ratio,
-        overwrite=settings.overwrite,
-        measured={name: settings[own] for own, name in MEASURED.items() if settings[own] is not None},
-        use_previous_checkpoint=settings.use_previous_checkpoint,
-        trust_run=settings.trust_run,
-        device=settings.device,
-        push_to_hub=settings.push_to_hub,
-    )
-    print(f"exported {folder}")
+    print(f"exported {export(build_config(ExportConfig, settings))}")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
-
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("export_megatron")
-def main(settings: DictConfig) -> None:
-    from dmc.megatron import export_checkpoint
+@command("export_megatron")
+def main(settings: Any) -> None:
+    from dmc.commands.megatron import ExportConfig
+    from dmc.config import build_config
 
-    folder = export_checkpoint(
-        Path(settings.model.path),
-        Path(settings.output),
-        tensor_size=settings.tensor_size,
-        vocab_multiple=settings.vocab_multiple,
-        overwrite=settings.overwrite,
-    )
-    print(f"exported {folder}")
+    print(f"exported {build_config(ExportConfig, settings).run()}")
 
 
 if __name__ == "__main__":

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("import_megatron")
-def main(settings: DictConfig) -> None:
-    from dmc.megatron import import_checkpoint
+@command("import_megatron")
+def main(settings: Any) -> None:
+    from dmc.commands.megatron import ImportConfig
+    from dmc.config import build_config
 
-    folder = import_checkpoint(
-        Path(settings.checkpoint),
-        Path(settings.output),
-        arguments=None if settings.args is None else OmegaConf.to_object(settings.args),
-        tokenizer=settings.tokenizer,
-        vocab_size=settings.vocab_size,
-        overwrite=settings.overwrite,
-    )
-    print(f"imported {folder}")
+    print(f"imported {build_config(ImportConfig, settings).run()}")
 
 
 if __name__ == "__main__":

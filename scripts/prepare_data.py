@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import Any
 
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("prepare_data")
-def main(settings: DictConfig) -> None:
+@command("prepare_data")
+def main(settings: Any) -> None:
     from dmc.training.config import run_config
 
     config = run_config(settings)  # checked before all that is imported next

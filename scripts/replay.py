@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
-
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("replay")
-def main(settings: DictConfig) -> None:
+@command("replay", on_devices=True)
+def main(settings: Any) -> None:
     from dmc.training.replay import replay
 
-    file = Path(settings.file)
-    found = replay(Path(settings.run), file, settings.trust_run)
+    file = Path(settings["file"])
+    found = replay(Path(settings["run"]), file, settings["trust_run"])
     file.with_suffix(".json").write_text(json.dumps(asdict(found), indent=1))
     print(f"{found}\n\n{file.with_suffix('.json')}")
 

@@ -1,22 +1,18 @@
-"""Turn folders of results into one page: python scripts/report.py folders=outputs/compare,outputs/benchmark."""
+"""Turn folders of results into one page: python scripts/report.py 'folders=[outputs/compare,outputs/benchmark]'."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig
-
-from dmc.config.command_line import script
+from hydra_command import command
 
 
-@script("report")
-def main(settings: DictConfig) -> None:
-    if not isinstance(settings.folders, ListConfig):
-        raise ValueError(f"folders={settings.folders!r}: expected one or several, folders=outputs/compare")
-    from dmc.results.report import read_folders, write_page
+@command("report")
+def main(settings: Any) -> None:
+    from dmc.commands.report import ReportConfig, report
+    from dmc.config import build_config
 
-    findings = read_folders([Path(str(folder)) for folder in settings.folders], settings.reference)
-    page = write_page(findings, Path(settings.output), settings.title)
+    page = report(build_config(ReportConfig, settings))
     print(f"{page}, its plots and data in {page.parent}")
 
 

@@ -7,25 +7,19 @@ budget: 4}}'. A model too large for one device: torchrun --nproc-per-node 2 scri
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from dmc.config.command_line import script
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+from hydra_command import CONFIGS, command
 
 
-@script("serve")
-def main(settings: DictConfig) -> None:
+@command("serve", on_devices=True)
+def main(settings: Any) -> None:
     try:
         from dmc.serving.config import read_config
         from dmc.serving.server import serve
     except ImportError as error:
         raise ImportError(f"serving needs more packages ({error}): pip install 'dmc-retrofit[serve]'") from error
-    values: Any = OmegaConf.to_container(settings, resolve=True)
-    config = read_config(values)
+    config = read_config(settings)
     names = ", ".join(config.models)
     serve(config, CONFIGS / "policy", lambda port: print(f"{names}: http://{config.host}:{port}", file=sys.stderr))
 

@@ -6,32 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra_command import CONFIGS, command
 
-from dmc.config.command_line import script
-
-ROOT = Path(__file__).resolve().parent.parent
+TRAIN = Path(__file__).resolve().with_name("train.py")
 
 
-@script("study")
-def main(settings: DictConfig) -> None:
-    from dmc.commands.study import StudyConfig, check_measurements, evaluate_runs, plan_bases, plan_runs, train_runs
+@command("study")
+def main(settings: Any) -> None:
+    from dmc.commands.study import StudyConfig, run_study
     from dmc.config import build_config
 
-    values: Any = OmegaConf.to_container(settings, resolve=True)
-    config = build_config(StudyConfig, values)
-    check_measurements(config, ROOT / "configs")
-    for base in plan_bases(config):  # each may start from the one before
-        if train_runs([base], ROOT / "scripts" / "train.py", processes=1):
-            sys.exit(f"error: {base.label} failed, see {base.log}")
-    runs = plan_runs(config)
-    failed = train_runs(runs, ROOT / "scripts" / "train.py", config.processes)
-    try:
-        print(evaluate_runs(config, [run for run in runs if run.is_finished], ROOT / "configs"))
-    finally:
-        if names := [f"{run.label} ({run.log})" for run in failed]:
-            print(f"failed: {', '.join(names)}", file=sys.stderr)
-    sys.exit(f"error: {len(failed)} trainings failed" if failed else 0)
+    sys.exit(run_study(build_config(StudyConfig, settings), TRAIN, CONFIGS))
 
 
 if __name__ == "__main__":

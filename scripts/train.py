@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
-
-from dmc.config.command_line import INPUT_ERRORS, script
+from hydra_command import command
 
 EXIT_CRASHED = 70
 """Exit code after a failure of the machine, as of a GPU, of NCCL or for want of memory: another start may go on."""
 
 
-@script("train")
-def main(settings: DictConfig) -> None:
+@command("train", on_devices=True)
+def main(settings: Any) -> None:
     from dmc.config import build_config
-    from dmc.training.config import PlannerConfig, run_config
+    from dmc.config.command_line import INPUT_ERRORS
+    from dmc.training.config import PlanConfig, run_config
 
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        settings.output_dir = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
-    if settings.plan not in (True, False, "json"):
-        raise ValueError(f"plan={settings.plan}: expected true, false or json")
+    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if is_sweep:
+        settings["output_dir"] = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
+    plan = build_config(PlanConfig, {name: settings.pop(name) for name in ("plan", "planner")})
     config = run_config(settings)  # checked before all that is imported next
-    planner = build_config(PlannerConfig, dict(settings.planner), "planner") if settings.plan else None
     from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
     from dmc.training.planning.planner import print_plan
     from dmc.training.run import train
 
-    if planner is not None:
-        return print_plan(config, planner, as_json=settings.plan == "json")
+    if plan.plan:
+        return print_plan(config, plan.planner, as_json=plan.plan == "json")
     try:
         run = train(config)
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)
     except (RuntimeError, MemoryError) as error:  # what torch raises
-        if isinstance(error, INPUT_ERRORS) or HydraConfig.get().mode is RunMode.MULTIRUN:
+        if isinstance(error, INPUT_ERRORS) or is_sweep:
             raise
         traceback.print_exc()
         sys.exit(EXIT_CRASHED)

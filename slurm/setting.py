@@ -8,14 +8,17 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dmc.config.command_line import check_torch_build, errors_in_one_line, plain_settings
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from hydra_command import CONFIGS, exit_in_one_line
 
-CONFIGS = Path("configs").resolve()
+from dmc.config.command_line import check_torch_build
 
-with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-    settings = compose("train", overrides=plain_settings("train", sys.argv[2:], CONFIGS))
-with errors_in_one_line():
+try:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("train", overrides=sys.argv[2:])
     check_torch_build(settings)
+except Exception as error:
+    exit_in_one_line(error)
 for name in sys.argv[1].split(","):
     value = OmegaConf.select(settings, name)
     if value is None:

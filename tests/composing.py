@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from dmc.config.command_line import plain_settings
+from dmc.config.command_line import plain_values
 from dmc.training.config import run_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -18,7 +18,7 @@ def names(group):
 
 def composed(*overrides):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return run_config(compose("train", overrides=plain_settings("train", overrides, CONFIGS)))
+        return run_config(plain_values(compose("train", overrides=[*overrides])))
 
 
 def changed(values, changes):

@@ -17,7 +17,7 @@ def run(shape=SHAPE, compression=True, **changes):
         "data": {"train": {"text": TEXT}, "validation": {"text": TEXT}, "tokenizer": {"path": "somewhere"}},
         "compression": {"window_size": 2} if compression is True else compression,
         "training": {
-            "stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 5}},
+            "stages": {"zero_out": {"length": "2 steps"}, "retrofit": {"length": "5 steps"}},
             "batch_size": 64, "sequence_length": 64, "micro_batch_size": 2,
         },
         "trainer": {"accelerator": "cpu"},

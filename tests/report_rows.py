@@ -20,7 +20,7 @@ POLICIES = (
 PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "pyramidkv", "ada_snapkv", "lava"), ("quest",), ("ada_snapkv", "lava")
 LENGTHS, DEPTHS = [512, 1024, 2048, 4096], [0.0, 0.25, 0.5, 0.75, 1.0]
 PROVENANCE = {
-    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=full,h2o",
+    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
     "git_commit": "0123456789abcdef",
     "machine": "x86_64 Linux",

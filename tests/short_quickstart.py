@@ -1,7 +1,7 @@
 """Settings with which the main job takes seconds."""
 
 TINY = """
-training.stages={zero_out: {steps: 2}, retrofit: {steps: 4}, solidify: {steps: 2}}
+training.stages={zero_out: {length: 2 steps}, retrofit: {length: 4 steps}, solidify: {length: 2 steps}}
 training.sequence_length=64
 training.batch_size=2
 training.micro_batch_size=2
@@ -13,4 +13,4 @@ training.log_every_steps=1
 FACTS = ["data.facts.keys=2", "data.facts.num_keys=5"]
 RETROFIT = [*TINY, *FACTS, "compression.delay=8", "training.sensitivity_init.sequences=2"]
 LESSONS = "data.facts.lessons=[{kind: copies, length: 32, sequences: 2}]"
-BASE = ["training.stages.pretrain.steps=3", *TINY[1:], *FACTS, LESSONS]
+BASE = ["training.stages.pretrain.length=3 steps", *TINY[1:], *FACTS, LESSONS]

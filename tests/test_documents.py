@@ -8,8 +8,6 @@ import pytest
 from documents import PAGES, ROOT, TEXT, commands
 from hydra import compose, initialize_config_dir
 
-from dmc.config.command_line import plain_settings
-
 SCRIPTS = [each for each in commands() if re.match(r"(python scripts|\./scripts)/", each)]
 JOBS = [match.groups() for each in commands() if (match := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", each))]
 
@@ -22,11 +20,17 @@ def test_every_command_names_a_script_and_settings_that_exist(command):
     if script.suffix == ".py" and not (ROOT / "configs" / f"{script.stem}.yaml").is_file():
         assert len(words) == 1  # it has no settings
     elif script.suffix == ".py":
-        overrides = [re.sub(r"^model=DIR$", "model=folder/DIR", word) for word in words[1:]]
+        overrides = words[1:]
         if "-m" in shlex.split(command):  # of a sweep the first value
             overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            compose(script.stem, overrides=plain_settings(script.stem, overrides, ROOT / "configs"))
+            compose(script.stem, overrides=overrides)
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_every_command_is_pasted_into_bash_and_zsh_as_it_is(command):
+    outside = re.sub(r"'[^']*'", "", command)
+    assert not set(outside) & set("[]{}*?~"), command
 
 
 @pytest.mark.parametrize(("job", "settings"), JOBS)
@@ -34,9 +38,8 @@ def test_every_job_file_exists_and_its_settings_compose(job, settings):
     assert (ROOT / job).is_file()
     name = {"train": "train", "sweep": "train", "smoke": "train", "export": "export"}.get(Path(job).stem)
     if name is not None:
-        settings = [re.sub(r"^model=DIR$", "model=folder/DIR", word) for word in shlex.split(settings)]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            compose(name, overrides=plain_settings(name, settings, ROOT / "configs"))
+            compose(name, overrides=shlex.split(settings))
 
 
 def test_files_that_pages_name_exist():

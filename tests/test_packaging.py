@@ -156,7 +156,7 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     binaries = tmp_path / "site" / "bin"
     assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
     looks = [["train", "experiment=quickstart_base", "plan=true"]]
-    looks += [["compare", "models={base: nowhere}", "policies=full,h2o", "--cfg", "job"], ["demo"]]
+    looks += [["compare", "models={base: nowhere}", "policies=[full,h2o]", "--cfg", "job"], ["demo"]]
     seen = run(sys.executable, "-c", f"NAMES = {SCRIPTS}; COMMANDS = {looks}\n{LOOK}")
     assert re.search(r"pretrain +2,400 steps", seen) and "h2o" in seen
     shown = run(str(binaries / "dmc-train"), "--help")

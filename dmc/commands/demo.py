@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import bisect
+import os
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import StrictBool, StrictInt
 from torch import Tensor
 
+import dmc
 from dmc.budget import Budget
+from dmc.config.settings import Count, OutputFolder, checked_dataclass
+from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.policies import H2O, SnapKV
 from dmc.results.tasks import FactRecall, Sample
 from dmc.results.tasks.cache_analysis import decisions_of, held_tokens
 from dmc.runtime import Engine, SamplingParams
 
+SHIPPED = Path(dmc.__file__).parent / "demo_models"
 LEVELS = (0.02, 0.1, 0.25, 0.5)
 """Shares of heads at which a token's color changes."""
 SHADES = (236, 22, 28, 34, 40)
@@ -22,6 +32,54 @@ SHADES = (236, 22, 28, 34, 40)
 DOTTED_BELOW = 0.25
 """Share of heads below which a token is dots where there are no colors."""
 RESET = "\x1b[0m"
+
+
+@checked_dataclass(frozen=True)
+class ModelFolders:
+    """Folders of both models; None: what comes with the package."""
+
+    control: str | None = None
+    retrofit: str | None = None
+
+
+@checked_dataclass(frozen=True)
+class DemoConfig:
+    """Text, questions and models of a demonstration."""
+
+    models: ModelFolders = field(default_factory=ModelFolders)
+    text: str | None = None
+    """A file; None: a module of Python's standard library."""
+    length: Count = 512
+    """Tokens of text and question."""
+    keys: Count = 20
+    """Facts in it."""
+    questions: Count = 6
+    seed: StrictInt = 0
+    save: OutputFolder | None = None
+    """A folder to keep both models in, in bfloat16, instead of asking them."""
+    colors: StrictBool | None = None
+    """None: where standard output is a terminal and NO_COLOR is not set."""
+
+
+def demo(config: DemoConfig) -> None:
+    """Print what each cache keeps and answers."""
+    folders = {name: path or str(SHIPPED / name) for name, path in vars(config.models).items()}
+    control, retrofit = (load_with_tokenizer(folders[name], "float32")[0] for name in ("control", "retrofit"))
+    tokenizer = load_tokenizer(folders["retrofit"])
+    if config.save:
+        for name, model in (("control", control), ("retrofit", retrofit)):
+            model.to(torch.bfloat16).save_pretrained(Path(config.save) / name)
+            tokenizer.save_pretrained(Path(config.save) / name)
+        return
+    text = Path(config.text or textwrap.__file__).read_text()
+    samples = text_and_questions(text, tokenizer, config.length, config.keys, config.questions, config.seed)
+    colors = config.colors
+    if colors is None:
+        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    facts = f"{len(samples[0].prompt)} tokens of code with {config.keys} facts such as `set KEY VALUE`"
+    print(f"{facts}. Every cache below has compressed them\nbefore it was asked anything.\n\n{legend(colors)}")
+    for block in page(witnesses(control, retrofit, tokenizer, samples), samples, tokenizer, colors=colors):
+        print(block, flush=True)
 
 
 @dataclass
@@ -87,25 +145,25 @@ def text_and_questions(
     return task.samples(tokenizer, len(tokenizer))
 
 
-def page(told: Iterable[Witness], samples: Sequence[Sample], tokenizer: Any, *, colors: bool) -> Iterator[str]:
+def page(caches: Iterable[Witness], samples: Sequence[Sample], tokenizer: Any, *, colors: bool) -> Iterator[str]:
     """Yield what the terminal shows, a block for each witness as soon as it has answered.
 
     Args:
-        told: see `witnesses`.
+        caches: see `witnesses`.
         samples: text and questions.
         tokenizer: of the models.
         colors: False: tokens that few heads hold become dots.
     """
     pieces = [tokenizer.decode([token]) for token in samples[0].prompt]
-    for each in told:
-        right = sum(answer == sample.continuation[0] for answer, sample in zip(each.answers, samples, strict=True))
-        held = f"CR {each.ratio:.1f}, {each.num_bytes:,.0f} bytes a token"
-        shown = (_shown(piece, float(share), colors) for piece, share in zip(pieces, each.held, strict=True))
-        yield f"\n{each.name}: {held}, {right} of {len(samples)} answered\n\n{''.join(shown)}\n"
-        for answer, sample in zip(each.answers, samples, strict=True):
+    for cache in caches:
+        right = sum(answer == sample.continuation[0] for answer, sample in zip(cache.answers, samples, strict=True))
+        held = f"CR {cache.ratio:.1f}, {cache.num_bytes:,.0f} bytes a token"
+        shown = (_shown(piece, float(share), colors) for piece, share in zip(pieces, cache.held, strict=True))
+        yield f"\n{cache.name}: {held}, {right} of {len(samples)} answered\n\n{''.join(shown)}\n"
+        for answer, sample in zip(cache.answers, samples, strict=True):
             tokens = (sample.after, [answer], sample.continuation)
-            asked, said, wanted = (tokenizer.decode(each).strip() or "(a space)" for each in tokens)
-            yield f"  {asked} -> {said:<12} {'right' if said == wanted else f'wrong, it is {wanted}'}"
+            question, answered, expected = (tokenizer.decode(part).strip() or "(a space)" for part in tokens)
+            yield f"  {question} -> {answered:<12} {'right' if answered == expected else f'wrong, it is {expected}'}"
 
 
 def legend(colors: bool) -> str:

@@ -16,13 +16,12 @@ from lm_eval.api.registry import register_model
 
 from dmc.budget import Budget
 from dmc.config.command_line import errors_in_one_line
-from dmc.config.settings import build_config
-from dmc.config.target import suggest
+from dmc.config.settings import build_config, suggest
 from dmc.models.loading import load_with_tokenizer
-from dmc.policies.from_config import policy_from_config
 from dmc.results.compare import memory_of
 from dmc.results.grid import EngineSettings, named_settings
 from dmc.results.harness import EngineLM
+from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -1,7 +1,6 @@
 """A reproducible study: bases, retrofits and controls over seeds, all methods at equal bytes, one table.
 
-Trainings run in processes of their own; what they cost is one grid of `dmc.results.compare`. What trainings say of
-themselves, `collect` puts into a store of results too.
+Trainings run in processes of their own; what they cost is one grid of `dmc.results.compare`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +17,15 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt
 from tqdm import tqdm
 
-from dmc.config.settings import Count, Named, checked_dataclass
-from dmc.config.target import build_target
+from dmc.config.instantiate import instantiate
+from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass
 from dmc.data.cache import available_cores
-from dmc.files import read_mapping
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
-from dmc.results.measurement import FULL, Row, new_row
-from dmc.training.export import METRICS_NAME, is_final, is_of_last_step
+from dmc.results.measurement import FULL
+from dmc.training.export import is_final
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""
@@ -60,7 +58,7 @@ class StudyConfig:
     only: list[str] | None = None
     """Names of the runs to train now; None: all."""
     engine: EngineSettings = field(default_factory=EngineSettings)
-    output: str = "outputs/study"
+    output: OutputFolder = "outputs/study"
 
     def __post_init__(self) -> None:
         if CONTROL not in self.runs:
@@ -163,7 +161,7 @@ def check_measurements(config: StudyConfig, configs: Path) -> None:
     """
     plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
     for name, settings in named_settings(config.tasks, configs / "task", "tasks").items():
-        build_target(settings, f"tasks.{name}")
+        instantiate(settings, f"tasks.{name}")
 
 
 def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> str:
@@ -194,62 +192,25 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_own=True)
 
 
-def collect(folder: Path) -> tuple[list[Row], list[str]]:
-    """Read the metrics of all exported models of the runs in a folder, final ones and snapshots.
-
-    For a retrofit also read every layer's ratio at each validation, the paper's figure 7.
+def run_study(config: StudyConfig, script: Path, configs: Path) -> str | None:
+    """Train what is not finished, measure, and print the tables.
 
     Args:
-        folder: folder of one run, or of several at any depth.
+        config: the study.
+        script: `scripts/train.py`.
+        configs: folder of all settings.
     Returns:
-        Rows for a `Store`, by target ratio, and the names of runs that have not finished.
-    Raises:
-        FileNotFoundError: there is no run.
-        ValueError: the ratios along a run are damaged.
+        What has failed; None: nothing.
     """
-    from dmc.training.callbacks.validation import RATIOS_NAME
-    from dmc.training.record import CONFIG_NAME
-
-    runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
-    if not runs:
-        raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
-    rows, unfinished = [], []
-    for run in runs:
-        name = run.name if run == folder else str(run.relative_to(folder))
-        models = [run / "final"] if _is_measured(run / "final") else []
-        unfinished += [] if models else [name]
-        for path in (*models, *(run / "snapshots").glob("[!.]*")):
-            if (path / METRICS_NAME).is_file():
-                rows.append(_row_of(f"{name}/{path.name}", read_mapping(path / METRICS_NAME)))
-        if (path := run / "heatmaps" / RATIOS_NAME).is_file():
-            rows.append(_row_along(name, path))
-    return sorted(rows, key=lambda row: (row["requested_ratio"], row["model"])), unfinished
-
-
-def _is_measured(final: Path) -> bool:
-    record = final / METRICS_NAME
-    return record.is_file() and is_of_last_step(read_mapping(record)["metrics"])
-
-
-def _row_of(name: str, record: Mapping[str, Any]) -> Row:
-    metrics, compression = record["metrics"], record["compression"]
-    split, prefix = ("test", "test_") if "test_loss_nats_per_token" in metrics else ("validation", "")
-    figures: Row = {"metrics": {"loss": metrics[f"{split}_loss_nats_per_token"]}, "main_metric": "loss", "split": split}
-    figures |= {"higher_is_better": False, "achieved_ratio": metrics[f"{prefix}achieved_ratio"]}
-    if compression is not None:
-        figures |= {"learned": True, "requested_ratio": compression["target_ratio"]}
-    return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)
-
-
-def _row_along(name: str, path: Path) -> Row:
-    from dmc.training.callbacks.validation import read_ratios
-
+    check_measurements(config, configs)
+    for base in plan_bases(config):  # each may start from the one before
+        if train_runs([base], script, processes=1):
+            return f"error: {base.label} failed, see {base.log}"
+    runs = plan_runs(config)
+    failed = train_runs(runs, script, config.processes)
     try:
-        steps, held = read_ratios(path)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged or empty ({type(error).__name__}: {error})") from error
-    places = {"step": steps, "layer": [*range(held.shape[1])], "samples": 1}
-    figures: Row = {"achieved_ratio": float(1 / held[-1].mean()), "learned": True, "samples": 1}
-    figures |= {"requested_ratio": round(figures["achieved_ratio"], 2), "head_ratios": (1 / held[-1]).tolist()}
-    figures["by_step"] = places | {"compression_ratio": (1 / held.mean(-1)).tolist()}
-    return new_row(name, FULL, "training", {"model": {}, "task": {}}, **figures)
+        print(evaluate_runs(config, [run for run in runs if run.is_finished], configs))
+    finally:
+        if names := [f"{run.label} ({run.log})" for run in failed]:
+            print(f"failed: {', '.join(names)}", file=sys.stderr)
+    return f"error: {len(failed)} trainings failed" if failed else None

@@ -17,7 +17,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from torch import Tensor
 
 from dmc.budget import check_ratio
-from dmc.config.settings import Count, Whole, build_config, checked_dataclass
+from dmc.config.settings import Count, NonNegative, build_config, checked_dataclass
 from dmc.ranks import ALONE, Ranks
 
 
@@ -47,7 +47,7 @@ class CompressionConfig:
     """Token that each token's logit decides about: itself, or the token before it (needs a delay)."""
     weighting: Literal["learned", "uniform"] = "learned"
     """Weight of a token in the average it is merged into: omega as read (learned), or 1 (uniform)."""
-    delay: Whole = 0
+    delay: NonNegative = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
     window_size: Count | None = 12
     """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""

@@ -1,37 +1,58 @@
-"""Settings as dataclasses that pydantic checks; whatever is wrong with one is told in one line."""
+"""Settings as dataclasses that pydantic checks, with errors of one line."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, StrictFloat, StrictInt, TypeAdapter, ValidationError
-
-from dmc.config.target import suggest
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 Value = TypeVar("Value")
+_NAMES = re.compile("'(.*?)'")
 UNKNOWN = "unexpected_keyword_argument"
-"""Pydantic's name of the error that is told first: a misspelt setting is often a missing one too."""
+"""Pydantic's name of the error that comes first: a misspelt setting is often a missing one too."""
 Count = Annotated[StrictInt, Field(ge=1)]
-Whole = Annotated[StrictInt, Field(ge=0)]
+NonNegative = Annotated[StrictInt, Field(ge=0)]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Positive = Annotated[StrictFloat, Field(gt=0)]
 Ratio = Annotated[StrictFloat, Field(ge=1)]
 
 
 def _without_nulls(values: Any) -> Any:
-    return {key: each for key, each in values.items() if each is not None} if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping):
+        return values
+    return {key: value for key, value in values.items() if value is not None}
 
 
-WITHOUT_NULLS = BeforeValidator(_without_nulls)
-"""Marks a mapping in which null removes an entry."""
-Named = Annotated[dict[str, Value], WITHOUT_NULLS]
-"""Settings by a name that the user gives."""
+Named = Annotated[dict[str, Value], BeforeValidator(_without_nulls)]
+"""Settings by a name that the user gives; null removes an entry."""
+
+
+def _check_folder(folder: str) -> str:
+    for path in (Path(folder), *Path(folder).parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; give a folder")
+    return folder
+
+
+OutputFolder = Annotated[str, Field(min_length=1), AfterValidator(_check_folder)]
+"""A folder to write to, new or existing."""
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as checked_dataclass
@@ -83,25 +104,26 @@ def build_config(config_class: type[Value], values: Any, name: str = "") -> Valu
 
 
 def _in_one_line(error: ValidationError, owner: Any, values: Any, name: str) -> str:
-    """Tell the first error, with what each type of a union expects."""
-    first, *others = sorted(error.errors(include_url=False), key=lambda each: each["type"] != UNKNOWN)
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])  # a class's own check, which names its settings itself
+    """Say what is wrong with the first setting, and what each type of a union expects."""
+    first, *others = sorted(error.errors(include_url=False), key=lambda found: found["type"] != UNKNOWN)
     path = _path(first, values)
-    named = name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-    named = named.removeprefix(".") or "the configuration"
+    setting = name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    setting = setting.removeprefix(".") or "the configuration"
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        # a class's own check names its settings itself
+        return f"{setting}={first['input']}: {message}" if isinstance(first["input"], (str, int, float)) else message
     if first["type"] == "missing":
-        return f"setting {named} is missing"
+        return f"setting {setting} is missing"
     if first["type"] == UNKNOWN:
         for key in path[:-1]:
             field = owner.__pydantic_fields__.get(key)
             owner = (field and _settings_in(field.annotation)) or owner
-        return f"unknown setting {named}: {suggest(path[-1], owner.__pydantic_fields__)}"
+        return f"unknown setting {setting}: {suggest(path[-1], owner.__pydantic_fields__)}"
     if first["loc"][-1:] == ("[key]",):
-        known = re.findall(r"'(.*?)'", first["msg"])
-        return f"unknown setting {named}: {suggest(path[-1], known)}"
-    expected = dict.fromkeys(_expected(each) for each in (first, *others) if _path(each, values) == path)
-    return f"{named}={first['input']!r}: expected {' or '.join(expected)}"
+        return f"unknown setting {setting}: {suggest(path[-1], _NAMES.findall(first['msg']))}"
+    expected = dict.fromkeys(_expected(found) for found in (first, *others) if _path(found, values) == path)
+    return f"{setting}={first['input']!r}: expected {' or '.join(expected)}"
 
 
 def _path(error: Any, values: Any) -> list[int | str]:
@@ -127,3 +149,10 @@ def _settings_in(hint: Any) -> Any:
     if is_dataclass(hint):
         return hint
     return next(filter(None, map(_settings_in, get_args(hint))), None)
+
+
+def suggest(word: Any, known: Iterable[str]) -> str:
+    """Return a hint for an unknown word: the closest known one, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known) or 'none'}"

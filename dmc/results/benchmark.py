@@ -6,9 +6,9 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, StrictBool, StrictInt
@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StaticCache
 
-from dmc.config.settings import Count, Ratio, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, OutputFolder, Ratio, checked_dataclass
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
@@ -27,35 +27,14 @@ CHUNK = 2048
 
 
 @checked_dataclass(frozen=True)
-class BenchmarkedModel:
-    """The model to benchmark.
+class BenchmarkConfig:
+    """Settings of a benchmark."""
 
-    Raises:
-        ValueError: neither path nor shape is given, or the dtype is unknown.
-    """
-
-    path: str | None = None
+    model: str | None = None
     """Folder or hub name of a stock model; None: random weights."""
     shape: dict[str, Any] | None = None
-    """Shape of random weights, without a path: fields of a transformers configuration, with `model_type`."""
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.path is None and self.shape is None:
-            raise ValueError("give model=DIR (a folder or hub name) or model.shape (random weights)")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"model.dtype={self.dtype!r}: expected a torch dtype such as float32 or bfloat16")
-
-
-@checked_dataclass(frozen=True)
-class BenchmarkConfig:
-    """Settings of a benchmark.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    model: BenchmarkedModel
+    """Shape of random weights: fields of a transformers configuration, with `model_type`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     prompt_length: Count = 1024
     """Tokens of every prompt, drawn at random."""
     new_tokens: Count = 16
@@ -63,7 +42,7 @@ class BenchmarkConfig:
     batch_sizes: Annotated[list[Count], Field(min_length=1)] = field(default_factory=lambda: [1, 8])
     ratios: Annotated[list[Ratio], Field(min_length=1)] = field(default_factory=lambda: [1.0, 4.0])
     """CRs of the engine's decoders; 1 is the full cache, others use synthetic decisions."""
-    delay: Whole = 0
+    delay: NonNegative = 0
     """The gates' delay."""
     hugging_face: StrictBool = True
     """Whether to measure `generate()` with a preallocated static cache too."""
@@ -74,9 +53,11 @@ class BenchmarkConfig:
     rounds: Count = 4
     """Number of turns of every decoder; medians are reported."""
     seed: StrictInt = 0
-    output: str = "outputs/benchmark"
+    output: OutputFolder = "outputs/benchmark"
 
     def __post_init__(self) -> None:
+        if self.model is None and self.shape is None:
+            raise ValueError("give model=DIR (a folder or hub name) or shape (random weights)")
         if self.new_tokens < self.rounds:
             raise ValueError(f"new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}: give more")
 
@@ -193,9 +174,10 @@ def _row(
     config: BenchmarkConfig, name: str, ratio: float, metrics: dict[str, Any], place: dict[str, Any], **memory: Any
 ) -> Row:
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
-    settings = {"model": asdict(config.model), "policy": {"ratio": ratio}}
+    described = {"path": config.model, "shape": None if config.model else config.shape, "dtype": config.dtype}
+    settings = {"model": described, "policy": {"ratio": ratio}}
     settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
-    model = "random weights" if config.model.path is None else "/".join(Path(config.model.path).parts[-2:])
+    model = "random weights" if config.model is None else "/".join(Path(config.model).parts[-2:])
     figures = {"metrics": metrics, "coordinates": place, "requested_ratio": ratio} | memory
     return new_row(model, name, "speed", settings, **figures)
 

@@ -14,16 +14,16 @@ from pydantic import Field, StrictFloat, StrictInt
 from transformers import PretrainedConfig
 
 from dmc.budget import Budget
-from dmc.config.settings import Count, build_config, checked_dataclass
-from dmc.config.target import build_target, suggest
+from dmc.config.instantiate import instantiate
+from dmc.config.settings import Count, OutputFolder, build_config, checked_dataclass, suggest
 from dmc.kernels import BACKENDS
 from dmc.kernels.layout import KV_CACHE_DTYPES
-from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.identity import identity_of, model_files, options_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
 from dmc.results.measurement import FULL, Row, digest
+from dmc.results.policies import budget_name, parse_budget, policy_from_config
 from dmc.results.tasks import Task, split_of_text
 from dmc.results.tasks.asking import Question
 
@@ -96,7 +96,7 @@ class CompareConfig:
     """Settings of lm-eval's tasks."""
     reference: str | None = None
     """Stock model, or variant, whose full cache compressed models are compared with; None: the first."""
-    output: str = "outputs/compare"
+    output: OutputFolder = "outputs/compare"
 
     def __post_init__(self) -> None:
         variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
@@ -330,7 +330,7 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
         asked |= {f"{name}:{question}": each | {"question": question} for question in both} or {name: each}
     found = []
     for name, settings in asked.items():
-        task: Task = build_target(settings, f"tasks.{name}")
+        task: Task = instantiate(settings, f"tasks.{name}")
         row = {
             "main_metric": task.main_metric,
             "higher_is_better": task.higher_is_better,
@@ -394,7 +394,7 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
         ValueError: a budget or an option is refused, or a policy has no budget.
     """
     if not budgets and any(policies.values()):
-        raise ValueError("budgets is empty: give budgets=2,4, compression ratios, or tokens:128")
+        raise ValueError("budgets is empty: give budgets=[2,4], compression ratios, or tokens:128")
     whose = [(budget, bytes_budget(budget)) for budget in budgets]
     asked = dict.fromkeys((None, name) if name is not None else (parse_budget(budget), None) for budget, name in whose)
     methods = []

@@ -14,7 +14,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client import Metric
 
-from dmc.policies.from_config import budget_name
+from dmc.results.policies import budget_name
 from dmc.runtime import Engine, Generation, GenerationStats
 from dmc.serving.requests import APIError, encoded, num_logprobs, prompts_of, read, sampling_of
 from dmc.serving.worker import Job, News, Worker, stopped

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, StrictFloat, StrictInt
 
-from dmc.config.settings import Count, Named, Whole, build_config, checked_dataclass
+from dmc.config.settings import Count, Named, NonNegative, build_config, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.models.tensor_parallel import load_shard
-from dmc.policies.from_config import policy_from_config
 from dmc.ranks import Ranks
 from dmc.results.grid import named_settings
+from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
 from dmc.serving.app import Limits
 from dmc.serving.worker import Worker
@@ -56,7 +56,7 @@ class ServeConfig:
     port: Annotated[StrictInt, Field(ge=0, le=65535)] = 8000
     api_key_file: str | None = None
     max_waiting: Count = 256
-    grace_seconds: Whole = 30
+    grace_seconds: NonNegative = 30
     replicas: Count | None = None
     """Least processes of Ray Serve, each with engines of its own; None: this process."""
     autoscaling: dict[str, Any] = field(default_factory=dict)
@@ -92,17 +92,18 @@ def is_loopback(host: str) -> bool:
 
 
 def read_config(values: dict[str, Any]) -> ServeConfig:
-    """Build the configuration from settings of which `model`, `policy` and `budget` describe one model.
+    """Build the configuration from settings of which `model`, `dtype`, `policy`, ... describe one model.
 
     Raises:
         ValueError: a setting is unknown or out of range, or describes no model.
     """
     values = dict(values)
-    model, policy, budget, name = (values.pop(each, None) for each in ("model", "policy", "budget", "name"))
+    path, policy, budget, name = (values.pop(key, None) for key in ("model", "policy", "budget", "name"))
+    loading: dict[str, Any] = {key: values.pop(key) for key in ("dtype", "revision") if key in values}
     models = {key: {"path": each} if isinstance(each, str) else each for key, each in (values["models"] or {}).items()}
-    if model and model.get("path"):
-        name = name or "-".join(part for part in Path(model["path"]).parts[-2:] if part != "/")
-        models = {name: model | {"policy": policy or "full", "budget": budget}, **models}
+    if path:
+        name = name or "-".join(part for part in Path(path).parts[-2:] if part != "/")
+        models = {name: {"path": path, "policy": policy or "full", "budget": budget, **loading}, **models}
     elif budget is not None or policy:
         raise ValueError("policy= and budget= are those of model=DIR: give it, or write them into models=")
     return build_config(ServeConfig, values | {"models": models})

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from dmc.config.target import build_targets
+from dmc.config.instantiate import instantiate
 from dmc.results.provenance import git_commit
 from dmc.training.config import RunConfig
 from dmc.training.record import is_rank_zero
@@ -26,7 +26,7 @@ WANDB_ID = Path("wandb") / "run_id"
 @contextmanager
 def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
     """Make the loggers of a run; at the end wandb is finished, so that a next run in this process gets its own."""
-    loggers = build_targets(config.logger, "logger", Logger)
+    loggers = [instantiate(settings, f"logger.{name}", Logger) for name, settings in config.logger.items()]
     if not any(isinstance(each, CSVLogger) for each in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
     failed = True

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dmc.config import build_config
-from dmc.config.target import find_target
-from dmc.data import MegatronSource, PackageSource, StandardLibrarySource, TextSource
 from dmc.files import flattened, read_mapping
 from dmc.results.provenance import installed_packages, provenance, slurm_job
 from dmc.training.checkpoints.folder import read_header
@@ -25,7 +23,9 @@ STARTS_NAME = "starts.jsonl"
 """File with one line for each start: its first step, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
 """File with every package installed at the last start."""
-OWN_SOURCES = (MegatronSource, PackageSource, StandardLibrarySource, TextSource)
+OWN_SOURCES = (
+    "dmc.data.MegatronSource", "dmc.data.PackageSource", "dmc.data.StandardLibrarySource", "dmc.data.TextSource",
+)  # fmt: skip
 """Sources that an untrusted record may name."""
 SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""
@@ -193,7 +193,7 @@ def read_foreign_config(folder: Path, trust_run: bool = False) -> RunConfig:
     """
     config = read_config(folder)
     for path in [] if trust_run else _targets(dataclasses.asdict(config.data)):
-        if not (path.startswith("dmc.data.") and find_target(path, "data") in OWN_SOURCES):
+        if path not in OWN_SOURCES:
             raise ValueError(
                 f"{folder / CONFIG_NAME} names {path}, which is no source of dmc.data: reading its text would run "
                 "that; pass trust_run=true if you know who made the folder"

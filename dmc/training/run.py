@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.claims import ClaimedError
 from dmc.claims import claim as hold
-from dmc.config.target import build_targets
+from dmc.config.instantiate import instantiate
 from dmc.data.hub import is_first_of_node
 from dmc.files import refuse_occupied
 from dmc.models import retrofit
@@ -264,7 +264,8 @@ def _build_trainer(
     if settings.lightning.get("enable_progress_bar", True):
         callbacks.append(StepProgressBar(metrics, refresh_rate=training.log_every_steps))
     callbacks += [metrics, Validation(validation, folder / "heatmaps", training.validate_every_steps), exporter]
-    callbacks += [*build_targets(config.callbacks, "callbacks", Callback), preemption.save_last, preemption]
+    others = [instantiate(own, f"callbacks.{name}", Callback) for name, own in config.callbacks.items()]
+    callbacks += [*others, preemption.save_last, preemption]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.

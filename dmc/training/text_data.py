@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Subset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from dmc.config.target import build_target, build_targets
+from dmc.config.instantiate import instantiate
 from dmc.data import (
     Blend,
     DocumentSource,
@@ -66,10 +66,19 @@ def fetched(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, data=data, training=training)
 
 
+def build_sources(sources: Mapping[str, Any], split: str) -> list[Any]:
+    """Build the sources of a split.
+
+    Raises:
+        ValueError: one of them cannot be built, or is none.
+    """
+    return [instantiate(settings, f"data.{split}.{name}", DocumentSource) for name, settings in sources.items()]
+
+
 def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer, that of the model where the data names none, or train it on the training text."""
     if data.tokenizer.train_vocab_size is not None:
-        sources = build_targets(data.train, "data.train", DocumentSource)
+        sources = build_sources(data.train, "train")
         texts = (text for source in sources for text in source.documents() if text)
         described = json.dumps([source.description() for source in sources], default=str)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder), sources=described)
@@ -89,7 +98,7 @@ def text_digests(config: RunConfig) -> dict[str, str]:
     found = {}
     for split in ("train", "validation"):
         for name, settings in getattr(data, split).items():
-            source = build_target(settings, f"data.{split}.{name}")
+            source = instantiate(settings, f"data.{split}.{name}")
             key = f"data.{split}.{name}"
             if source.is_remote:
                 described = json.dumps(source.description(), sort_keys=True, default=str)
@@ -242,7 +251,7 @@ class TextData(LightningDataModule):
         ]
 
     def _sources(self, split: str) -> list[Any]:
-        return build_targets(getattr(self.config.data, split), f"data.{split}", DocumentSource)
+        return build_sources(getattr(self.config.data, split), split)
 
     def _sequences(self, split: str, has_questions: bool = True) -> Any:
         """Open what the model reads of a split: its text, with facts in it where the run has them."""

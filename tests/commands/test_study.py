@@ -5,7 +5,8 @@ import json
 import pytest
 from scripts_here import run_script
 
-from dmc.commands.study import StudyConfig, collect, plan_bases, plan_runs
+from dmc.commands.report import read_runs
+from dmc.commands.study import StudyConfig, plan_bases, plan_runs
 from dmc.results.store import Store
 
 SETTINGS = {"bases": {"base": ["a=1"]}, "runs": {"control": ["b=1"], "merge": ["b=2"]}, "policies": ["full"],
@@ -58,7 +59,7 @@ def test_every_exported_model_of_a_sweep_is_in_one_table(tmp_path, capsys):
     for run in ("cr8", "control", "cr4"):  # the last has not finished
         (sweep / run).mkdir(exist_ok=True)
         (sweep / run / "run.json").write_text("{}")
-    rows, unfinished = collect(sweep)
+    rows, unfinished = read_runs(sweep)
     assert [row["model"] for row in rows] == ["control/final", "cr8/cr3", "cr8/final"] and unfinished == ["cr4"]
     for _ in range(2):  # the second replaces the first
         assert run_script("collect.py", f"folder={sweep}") == ""
@@ -77,4 +78,4 @@ def test_every_exported_model_of_a_sweep_is_in_one_table(tmp_path, capsys):
 
 def test_a_folder_without_runs_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        collect(tmp_path)
+        read_runs(tmp_path)

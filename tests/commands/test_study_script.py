@@ -22,9 +22,14 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     text += [f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer"]
     text += ["data.tokenizer.train_vocab_size=300"]
     study = tmp_path / "study"
-    retrofit = [f"model.path={study}/base/final", "model=pretrained", "training=short", "compression=dmc_delayed"]
-    retrofit += ["compression.delay=2", "training.stages={zero_out: {steps: 1}, retrofit: {steps: 2}, solidify: null}"]
-    base = ["training=pretrain", "training.stages.pretrain.steps=2", "compression=none", *TINY]
+    retrofit = [f"model.path={study}/base/final", "base=pretrained", "training=short", "compression=dmc_delayed"]
+    retrofit += [
+        "compression.delay=2",
+        "training.stages.zero_out.length=1 steps",
+        "training.stages.retrofit.length=2 steps",
+    ]
+    retrofit += ["training.stages.solidify.length=null"]
+    base = ["training=pretrain", "training.stages.pretrain.length=2 steps", "compression=none", *TINY]
     source = {"_target_": "dmc.data.TextSource", "name": f"{corpus}/held_out.txt"}
     task = {"name": "reading", "like": "text_loss", "context_tokens": 1, "scored_tokens": 63, "num_samples": 2}
     task |= {"repeat_ngram": 2, "repeat_distance": 8, "cache_folder": f"{tmp_path}/cache", "source": source}

@@ -5,7 +5,7 @@ from scripts_here import run_script
 from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
-from dmc.results.benchmark import BenchmarkConfig, BenchmarkedModel, run_benchmark
+from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.measurement import to_frame
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
@@ -16,7 +16,7 @@ SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 
 def make_config(**changes):
     options = {"prompt_length": 256, "batch_sizes": [2], "new_tokens": 4, "rounds": 2, **changes}
-    return BenchmarkConfig(BenchmarkedModel(shape=SHAPE), **options)
+    return BenchmarkConfig(shape=SHAPE, **options)
 
 
 def test_decoders_are_measured_at_their_ratios():
@@ -58,8 +58,8 @@ def test_a_twin_shares_weights_and_nothing_else():
     ("build", "message"),
     [
         (lambda: make_config(new_tokens=1, rounds=2), "cannot be divided among rounds=2"),
-        (BenchmarkedModel, r"give model=DIR .* or model.shape"),
-        (lambda: BenchmarkedModel(path="somewhere", dtype="float99"), r"model.dtype='float99': expected a torch dtype"),
+        (BenchmarkConfig, r"give model=DIR .* or shape"),
+        (lambda: BenchmarkConfig("somewhere", dtype="float99"), r"dtype='float99': expected 'float32'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(build, message):
@@ -69,8 +69,8 @@ def test_settings_that_make_no_sense_are_refused(build, message):
 
 def test_the_script_stores_rows_and_table(tmp_path, capsys):
     shape = ",".join(f"{key}:{value}" for key, value in SHAPE.items())
-    command = ["benchmark.py", "prompt_length=64", "batch_sizes=1,2", "ratios=1,2"]
-    command += ["new_tokens=2", "rounds=2", f"model.shape={{{shape}}}", f"output={tmp_path / 'out'}"]
+    command = ["benchmark.py", "prompt_length=64", "batch_sizes=[1,2]", "ratios=[1,2]"]
+    command += ["new_tokens=2", "rounds=2", f"shape={{{shape}}}", f"output={tmp_path / 'out'}"]
     assert run_script(*command) == ""
     rows = Store(tmp_path / "out" / "cells.jsonl").rows()
     assert len(rows) == 6 and "scripts/benchmark.py" in rows[0]["provenance"]["command"]

@@ -154,7 +154,7 @@ def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_ta
     task += f"source: {{_target_: dmc.data.TextSource, name: {folders.text}}}}}"
     models = f"models={{broken: broken, wrong: wrong, base: {folders.stock}}}"
     for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
-        ended = run_script("compare.py", models, "policies=full", f"tasks=[{task}]", "output=out")
+        ended = run_script("compare.py", models, "policies=[full]", f"tasks=[{task}]", "output=out")
         assert ended.startswith("error: 1 of 3 cells failed; ") and "; 1 of 3 cells have figures that are not" in ended
         told = capsys.readouterr()
         assert f"3 cells, {finished} finished before" in told.err
@@ -172,7 +172,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, nam
     monkeypatch.chdir(tmp_path)
     command = [
         f"models={{base: {folders.stock}}}",
-        "policies=full",
+        "policies=[full]",
         f"tasks=[{on_command_line(**NEEDLE)}]",
         "output=out",
     ]

@@ -263,5 +263,5 @@ def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tm
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    told = run_script("compare.py", f"models={{base: {folders.stock}}}", "tasks=piqa")
+    told = run_script("compare.py", f"models={{base: {folders.stock}}}", "tasks=[piqa]")
     assert told == "error: No module named 'lm_eval': pip install '.[eval]'"

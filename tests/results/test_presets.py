@@ -84,7 +84,7 @@ def test_a_preset_runs_from_one_short_command_to_the_table(
     tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     tokenizer.save_pretrained(model)
     monkeypatch.chdir(tmp_path)
-    command = ["compare.py", f"experiment={preset}", f"models={{base: {model}}}", "policies=h2o", "budgets=4"]
+    command = ["compare.py", f"experiment={preset}", f"models={{base: {model}}}", "policies=[h2o]", "budgets=[4]"]
     short = [f"lm_eval.tasks_folder={tmp_path / 'tasks'}", "lm_eval.limit=2", "lm_eval.max_gen_toks=4"]
     assert run_script(*command, *short) == ""
     rows = Store(tmp_path / settings.output / "cells.jsonl").rows()

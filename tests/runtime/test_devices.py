@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
-from dmc.policies.from_config import policy_from_config
+from dmc.results.policies import policy_from_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "policy").glob("*.yaml"))
 PLAIN = [

@@ -60,7 +60,7 @@ def test_what_cannot_be_served_is_told_in_one_line(folders: Any, tmp_path: Path)
 
 
 def test_a_name_is_the_end_of_its_path() -> None:
-    config = read_config({"model": {"path": "outputs/base/final"}, "models": {"other": "x"}})
+    config = read_config({"model": "outputs/base/final", "models": {"other": "x"}})
     assert list(config.models) == ["base-final", "other"]
     assert config.models["base-final"].policy == "full"
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
@@ -81,7 +81,7 @@ def test_names_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
-    config = read_config({"model": {"path": str(folders.stock)}, "models": None, "port": 0, "memory": 2**22})
+    config = read_config({"model": str(folders.stock), "models": None, "port": 0, "memory": 2**22})
     before, ports = signal.getsignal(signal.SIGTERM), []
     try:
         serve(

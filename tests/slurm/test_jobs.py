@@ -41,7 +41,7 @@ def settings(tmp_path_factory):
 
 
 def long_run(steps):
-    stages = f"{{zero_out:{{steps:6}},retrofit:{{steps:{steps - 6}}},solidify:null}}"
+    stages = f"{{zero_out: {{length: 6 steps}}, retrofit: {{length: {steps - 6} steps}}, solidify: {{length: null}}}}"
     return [f"training.stages={stages}", "training.checkpoint_every_steps=1000", "trainer.strategy=ddp"]
 
 

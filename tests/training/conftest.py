@@ -8,7 +8,11 @@ from dmc.training.callbacks.validation import Validation
 from dmc.training.config import RunConfig
 from dmc.training.exporter import Exporter
 
-STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}, "solidify": {"steps": 2, "final_fraction": 0.0}}
+STAGES = {
+    "zero_out": {"length": "2 steps"},
+    "retrofit": {"length": "4 steps"},
+    "solidify": {"length": "2 steps", "final_fraction": 0.0},
+}
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def values(run_values, tmp_path, only_trained):
     (tmp_path / "indexed.idx").write_bytes(index + np.arange(61, dtype=np.int64).tobytes())
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     run_values["training"] |= {
-        "stages": {"retrofit": {"steps": 2}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
+        "stages": {"retrofit": {"length": "2 steps"}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
         "validate_every_steps": 100, "document_masking": True,
     }  # fmt: skip
     run_values["data"]["tokenizer"] = {"path": str(tmp_path / "tokenizer")}
@@ -104,7 +104,11 @@ def test_lessons_are_learned_as_short_sequences_and_answers_more_than_the_rest(v
         {"kind": "facts", "length": 32, "sequences": 4, "keys": 1},
     ]
     values["compression"] = None
-    values["training"] |= {"stages": {"pretrain": {"steps": 3}}, "sequence_length": 64, "document_masking": False}
+    values["training"] |= {
+        "stages": {"pretrain": {"length": "3 steps"}},
+        "sequence_length": 64,
+        "document_masking": False,
+    }
     values["data"] |= {
         "facts": {"keys": 2, "num_keys": 2, "lessons": lessons},
         "tokenizer": {"path": str(tmp_path / "wordy")},

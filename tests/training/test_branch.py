@@ -12,11 +12,15 @@ from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning.planner import plan_training
 from dmc.training.run import train
 
-STAGES = {"zero_out": {"steps": 2}, "retrofit": {"steps": 6, "ramp_to": 4.0}, "solidify": {"steps": 2}}
+STAGES = {
+    "zero_out": {"length": "2 steps"},
+    "retrofit": {"length": "6 steps", "ramp_to": 4.0},
+    "solidify": {"length": "2 steps"},
+}
 VARIANTS = {
     "delays": {"delays": [5, 3, 2], "ratio_control": {"gain": 0.5, "max_weight": 50.0}},
-    "rate": {"stages": {**STAGES, "solidify": {"steps": 2, "learning_rate": 1e-4}}},
-    "tokens": {"stages": {**STAGES, "retrofit": {"tokens_per_ratio": 256.0}}},  # two steps
+    "rate": {"stages": {**STAGES, "solidify": {"length": "2 steps", "learning_rate": 1e-4}}},
+    "tokens": {"stages": {**STAGES, "retrofit": {"length": "256 tokens_per_ratio"}}},  # two steps
 }
 
 
@@ -54,7 +58,11 @@ def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_pa
 REFUSED = [
     (2.0, {"seed": 1}, r"its run has other settings \(seed: 0 then, 1 now\)"),
     (2.0, {"ratio_weight": 3.0}, r"training.ratio_weight: 2.0 then, 3.0 now"),
-    (2.0, {"stages": {**STAGES, "retrofit": {"steps": 6}}}, "step 3 of its run was another.*retrofit.ramp_to=4 in"),
+    (
+        2.0,
+        {"stages": {**STAGES, "retrofit": {"length": "6 steps"}}},
+        "step 3 of its run was another.*retrofit.ramp_to=4 in",
+    ),
     (1.5, {}, "step 3 of its run was another"),
     (2.0, {"stages": {**STAGES, "solidify": None}}, "lies after step 4, this run ends after 4"),
 ]

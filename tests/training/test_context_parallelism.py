@@ -8,7 +8,7 @@ from laying import write_gradients
 from dmc.config import build_config
 from dmc.training.config import RunConfig
 
-RATIO = {"stages": {"retrofit": {"steps": 4}}}
+RATIO = {"stages": {"retrofit": {"length": "4 steps"}}}
 DROP = {"action": "drop", "delay": 4, "target_ratio": 2.0}
 RUNS = {
     "merge": ({"delay": 0}, {"head_agreement_weight": 0.5}, {}),
@@ -21,7 +21,11 @@ RUNS = {
         {"model_type": "qwen3"},
     ),
     "fixed": ({"decisions": "fixed", "weighting": "uniform"}, {}, {}),
-    "zero-out": ({"gate_input": "both"}, {"stages": {"zero_out": {"steps": 4}, "retrofit": {"steps": 4}}}, {}),
+    "zero-out": (
+        {"gate_input": "both"},
+        {"stages": {"zero_out": {"length": "4 steps"}, "retrofit": {"length": "4 steps"}}},
+        {},
+    ),
     "control": ({}, {}, {"model_type": "qwen3"}),
 }
 """Changes of gates, training and model of each run."""

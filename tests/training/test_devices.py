@@ -96,9 +96,9 @@ def variant(run_values, request):
     """Put the settings of a file of configs/compression into the run's, which has one step of each stage."""
     stages = ["pretrain"] * 2 if request.param == "none" else ["zero_out", "retrofit", "solidify"]
     options = ["training=pretrain"] if request.param == "none" else []
-    settings = composed(f"compression={request.param}", "model=tiny_llama", *options).compression
+    settings = composed(f"compression={request.param}", "base=tiny_llama", *options).compression
     run_values["compression"] = None if settings is None else settings.to_dict()
-    run_values["training"]["stages"] = {name: {"steps": stages.count(name)} for name in stages}
+    run_values["training"]["stages"] = {name: {"length": f"{stages.count(name)} steps"} for name in stages}
     return request.param
 
 

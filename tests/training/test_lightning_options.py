@@ -15,7 +15,7 @@ from dmc.training.config.trainer import ELSEWHERE
 from dmc.training.run import train
 from dmc.training.text_data import TextData, build_tokenizer
 
-SHORT = {"stages": {"retrofit": {"steps": 3}}, "calibrate": False, "validate_every_steps": 100}
+SHORT = {"stages": {"retrofit": {"length": "3 steps"}}, "calibrate": False, "validate_every_steps": 100}
 
 
 def test_every_argument_of_the_trainer_is_passed_on_or_refused_with_what_takes_its_place():

@@ -53,7 +53,7 @@ def test_wandb_has_nothing_to_ask_for(environment, logged_in, chosen, logged_out
 def tracked_values(logged_out, pictures, run_values):
     """Settings of a short run that logs to wandb."""
     run_values["logger"] = {"wandb": {**WANDB, "save_dir": run_values["output_dir"]}}
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 2}}, "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"length": "2 steps"}}, "calibrate": False}
     return run_values
 
 

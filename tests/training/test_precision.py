@@ -78,7 +78,7 @@ def test_bfloat16_attention_stays_near_float32(make_compressed):
 def two_steps(run_values, monkeypatch):
     """A run of two steps that validates after each and exports nothing."""
     run_values["training"] |= {
-        "stages": {"retrofit": {"steps": 2}}, "validate_every_steps": 1,
+        "stages": {"retrofit": {"length": "2 steps"}}, "validate_every_steps": 1,
         "validation_sequences": 2, "calibration_sequences": 2, "micro_batch_size": 4,
     }  # fmt: skip
     monkeypatch.setattr(Exporter, "write", lambda *_, **__: None)

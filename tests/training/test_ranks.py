@@ -74,7 +74,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     steps = 120
     two_ranks["data"]["num_workers"] = 1
     two_ranks["training"] |= {
-        "stages": {"zero_out": {"steps": 15}, "retrofit": {"steps": steps - 15}},
+        "stages": {"zero_out": {"length": "15 steps"}, "retrofit": {"length": f"{steps - 15} steps"}},
         "checkpoint_every_steps": 5,
     }
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -111,7 +111,7 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
 @pytest.mark.slow
 def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus, tmp_path):
     two_ranks["data"]["streaming"] = True
-    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 25}}, "checkpoint_every_steps": 1000}
+    two_ranks["training"] |= {"stages": {"retrofit": {"length": "25 steps"}}, "checkpoint_every_steps": 1000}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     log = tmp_path / "ranks.log"
     train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
@@ -140,7 +140,7 @@ def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepare
              for split, name in (("train", "train"), ("validation", "held_out"))}  # fmt: skip
     two_ranks["data"] |= texts | {"cache_folder": str(tmp_path / "cache"), "tokenizer": {}}
     two_ranks["model"] = {"path": "hub/model"}
-    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 2}}, "calibrate": False}
+    two_ranks["training"] |= {"stages": {"retrofit": {"length": "2 steps"}}, "calibrate": False}
     if prepared:
         with Processes(prepare, (two_ranks, hub), 1, log := tmp_path / "prepare.log") as preparing:
             assert preparing.join() == [0], log.read_text()[-4000:]
@@ -163,7 +163,7 @@ def test_rank_zero_alone_writes(two_ranks, tmp_path):
 
 
 def test_the_others_hear_why_rank_zero_could_not_export(two_ranks, tmp_path):
-    two_ranks["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
+    two_ranks["training"] |= {"stages": {"retrofit": {"length": "1 steps"}}, "calibrate": False}
     with Ranks(two_ranks, 2, log := tmp_path / "ranks.log", fail_to_describe) as ranks:
         assert ranks.join() == [1, 1]
     assert "OSError: export 1 to" in log.read_text()

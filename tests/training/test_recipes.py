@@ -30,7 +30,7 @@ def base(run_values, corpus):
     """Folder of a trained stock model, made once."""
     folder = corpus / "base"
     values = copy.deepcopy(run_values) | {"output_dir": str(folder), "compression": None}
-    values["training"] |= {"stages": {"pretrain": {"steps": 10}}}
+    values["training"] |= {"stages": {"pretrain": {"length": "10 steps"}}}
     return train(build_config(RunConfig, values)).final
 
 
@@ -63,7 +63,7 @@ def trained(values, folder: Path) -> Path:
 @pytest.mark.parametrize("average", ["sequence", "token"])
 def test_of_prompts_and_completions_only_the_completions_are_learned(run_values, chats, tmp_path, average):
     source, tokenizer = chats
-    run_values["training"] |= {"stages": {"pretrain": {"steps": 2}}, "loss_average": average}
+    run_values["training"] |= {"stages": {"pretrain": {"length": "2 steps"}}, "loss_average": average}
     run_values["model"]["fresh"]["initializer_range"] = 0.5
     run_values["compression"] = None
     config = build_config(RunConfig, run_values)
@@ -247,7 +247,7 @@ def test_the_weight_integrates_the_relative_excess():
     ids=lambda trainer: "-".join(map(str, trainer.values())),
 )
 def test_gates_alone_change_no_other_weight(recipe, base, corpus, tmp_path, trainer):
-    recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": {"retrofit": {"steps": 6}}}
+    recipe["training"] |= {"gates_only": True, "weight_decay": 0.5, "stages": {"retrofit": {"length": "6 steps"}}}
     recipe["training"]["micro_batch_size"] = 1
     before, after = load_model(base), load_model(trained(recipe, corpus / "gates alone") / "final")
     if trainer:
@@ -269,7 +269,11 @@ def test_gates_alone_change_no_other_weight(recipe, base, corpus, tmp_path, trai
 
 def test_delays_shrink_in_equal_parts_of_the_ramp(recipe, tmp_path):
     recipe["training"] |= {
-        "stages": {"zero_out": {"steps": 1}, "retrofit": {"steps": 6}, "solidify": {"steps": 1}},
+        "stages": {
+            "zero_out": {"length": "1 steps"},
+            "retrofit": {"length": "6 steps"},
+            "solidify": {"length": "1 steps"},
+        },
         "delays": [5, 3, 2],
         "snapshot_ratios": [2.0],
     }

@@ -30,7 +30,7 @@ def values(run_values, only_trained):
     run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
     run_values["training"] |= {
-        "stages": {name: {"steps": steps} for name, steps in lengths.items()},
+        "stages": {name: {"length": f"{steps} steps"} for name, steps in lengths.items()},
         "batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 16,
         "ratio_control": {"gain": 0.05}, "checkpoint_every_steps": 100, "validate_every_steps": 100,
     }  # fmt: skip

@@ -176,7 +176,7 @@ def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
 
 def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypatch):
     values = run_values | {"compression": None, "output_dir": str(tmp_path / "base")}
-    values["training"] = values["training"] | {"stages": {"pretrain": {"steps": 1}}}
+    values["training"] = values["training"] | {"stages": {"pretrain": {"length": "1 steps"}}}
     base = train(build_config(RunConfig, values)).final
     values["training"] |= {"activation_checkpointing": True}
     calls = []
@@ -300,7 +300,7 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
 
 
 def test_a_final_model_without_whole_weights_is_not_finished_and_is_written_again(run_values, tmp_path):
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"length": "1 steps"}}, "calibrate": False}
     config = build_config(RunConfig, run_values)
     run = train(config)
     before = load_model(run.final).state_dict()
@@ -356,7 +356,7 @@ def test_noise_seeds_differ_by_run_and_position():
 
 
 def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run_values, hub, monkeypatch, tmp_path):
-    run_values["training"] |= {"snapshot_ratios": [2.0], "stages": {"retrofit": {"steps": 4}}}
+    run_values["training"] |= {"snapshot_ratios": [2.0], "stages": {"retrofit": {"length": "4 steps"}}}
     folder = train(build_config(RunConfig, run_values)).folder
     assert hub.files == {}
     run_values["training"]["push_to_hub"] = "me/tiny"  # of a finished run: the same command, with this

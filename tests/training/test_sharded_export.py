@@ -18,7 +18,7 @@ from dmc.training.exporter import export_checkpoint
 @pytest.fixture
 def sharded(run_values):
     run_values["trainer"] |= {"devices": 2, "strategy": "fsdp2"}
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 1}}, "calibrate": False}
+    run_values["training"] |= {"stages": {"retrofit": {"length": "1 steps"}}, "calibrate": False}
     return run_values
 
 

@@ -9,9 +9,9 @@ from dmc.training.stages import Plan
 FIXED = CompressionConfig(decisions="fixed", weighting="uniform")
 PAPER = TrainingConfig(
     stages={
-        "zero_out": StageConfig(steps=250),
-        "retrofit": StageConfig(tokens_per_ratio=24e9),
-        "solidify": StageConfig(tokens=8e9, final_fraction=0.1),
+        "zero_out": StageConfig("250 steps"),
+        "retrofit": StageConfig("24e9 tokens_per_ratio"),
+        "solidify": StageConfig("8e9 tokens", final_fraction=0.1),
     }
 )
 
@@ -28,9 +28,9 @@ def test_stages_follow_each_other_with_their_schedules():
     plan = Plan(
         TrainingConfig(
             stages={
-                "zero_out": StageConfig(steps=10),
-                "retrofit": StageConfig(steps=30),
-                "solidify": StageConfig(steps=20, final_fraction=0.1),
+                "zero_out": StageConfig("10 steps"),
+                "retrofit": StageConfig("30 steps"),
+                "solidify": StageConfig("20 steps", final_fraction=0.1),
             },
             learning_rate=0.2,
         ),
@@ -51,30 +51,30 @@ def test_neuron_is_removed_once_after_zero_out():
 
 
 def test_snapshots_come_when_the_ramp_reaches_them():
-    training = TrainingConfig(stages={"zero_out": StageConfig(steps=10), "retrofit": StageConfig(steps=30)})
+    training = TrainingConfig(stages={"zero_out": StageConfig("10 steps"), "retrofit": StageConfig("30 steps")})
     assert Plan(training, 4.0).snapshot_steps([2.0, 3.0, 4.0]) == {2.0: 20, 3.0: 30}
     assert Plan(training, 1.0).snapshot_steps([]) == {}
 
 
 def test_a_short_ramp_reaches_several_ratios_in_one_step():
-    training = TrainingConfig(stages={"retrofit": StageConfig(steps=2)})
+    training = TrainingConfig(stages={"retrofit": StageConfig("2 steps")})
     assert Plan(training, 8.0).ratio_steps([2.0, 3.0, 4.0, 8.0]) == {2.0: 1, 3.0: 1, 4.0: 1, 8.0: 2}
 
 
 def test_warm_up_rises_linearly():
-    training = TrainingConfig(stages={"pretrain": StageConfig(steps=10, warmup_steps=4)}, learning_rate=1.0)
+    training = TrainingConfig(stages={"pretrain": StageConfig("10 steps", warmup_steps=4)}, learning_rate=1.0)
     assert [Plan(training, 1.0).at(step).learning_rate for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_zero_out_after_the_gates_is_refused():
-    training = TrainingConfig(stages={"retrofit": StageConfig(steps=1), "zero_out": StageConfig(steps=1)})
+    training = TrainingConfig(stages={"retrofit": StageConfig("1 steps"), "zero_out": StageConfig("1 steps")})
     with pytest.raises(ValueError, match="zero_out removes the neuron"):
         Plan(training, 4.0)
 
 
 def climbing(fraction, **changes):
-    stages = {"zero_out": StageConfig(steps=5), "retrofit": StageConfig(steps=20, ramp_fraction=fraction)}
-    return TrainingConfig(stages={**stages, "solidify": StageConfig(steps=10)}, **changes)
+    stages = {"zero_out": StageConfig("5 steps"), "retrofit": StageConfig("20 steps", ramp_fraction=fraction)}
+    return TrainingConfig(stages={**stages, "solidify": StageConfig("10 steps")}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_fixed_decisions_need_no_zero_out_and_start_at_the_target():
 
 @pytest.mark.parametrize("gate_input", ["neuron", "both", "query", "hidden"])
 def test_every_channel_that_attention_loses_is_phased_out(gate_input):
-    training = TrainingConfig(stages={"zero_out": StageConfig(steps=10), "retrofit": StageConfig(steps=5)})
+    training = TrainingConfig(stages={"zero_out": StageConfig("10 steps"), "retrofit": StageConfig("5 steps")})
     plan = Plan(training, 4.0, CompressionConfig(gate_input=gate_input))
     assert [name for name, _ in plan.lengths()] == ["zero_out", "retrofit"][gate_input == "hidden" :]
 
@@ -112,18 +112,18 @@ LONG = {"sequence_length": 1000, "batch_size": 7}
 @pytest.mark.parametrize(
     "changes",
     [
-        {"retrofit": StageConfig(tokens_per_ratio=1.1e5)},
-        {"retrofit": StageConfig(tokens_per_ratio=1.1e5, ramp_fraction=0.7)},
-        {"retrofit": StageConfig(tokens_per_ratio=1.1e5, ramp_to=8.0, final_fraction=0.1, warmup_steps=3)},
-        {"retrofit": StageConfig(steps=97, ramp_to=8.0)},
-        {"retrofit": StageConfig(tokens=1e6, ramp_to=8.0, final_fraction=0.5, ramp_fraction=0.5)},
-        {"retrofit": StageConfig(steps=97, ramp_to=8.0), "delays": [64, 32, 16]},
+        {"retrofit": StageConfig("1.1e5 tokens_per_ratio")},
+        {"retrofit": StageConfig("1.1e5 tokens_per_ratio", ramp_fraction=0.7)},
+        {"retrofit": StageConfig("1.1e5 tokens_per_ratio", ramp_to=8.0, final_fraction=0.1, warmup_steps=3)},
+        {"retrofit": StageConfig("97 steps", ramp_to=8.0)},
+        {"retrofit": StageConfig("1e6 tokens", ramp_to=8.0, final_fraction=0.5, ramp_fraction=0.5)},
+        {"retrofit": StageConfig("97 steps", ramp_to=8.0), "delays": [64, 32, 16]},
     ],
     ids=str,
 )
 def test_every_target_shares_one_ramp_until_it_is_reached(changes):
     training = {name: value for name, value in changes.items() if name != "retrofit"} | LONG
-    stages = {"zero_out": StageConfig(steps=5), "retrofit": changes["retrofit"], "solidify": StageConfig(steps=9)}
+    stages = {"zero_out": StageConfig("5 steps"), "retrofit": changes["retrofit"], "solidify": StageConfig("9 steps")}
     highest = Plan(TrainingConfig(stages=stages, **training), 8.0)
     for ratio in (1.7, 2.0, 3.3, 4.0, 6.0):
         plan = Plan(TrainingConfig(stages=stages, **training), ratio)
@@ -136,5 +136,5 @@ def test_every_target_shares_one_ramp_until_it_is_reached(changes):
 
 
 def test_a_ramp_that_is_not_shared_depends_on_the_target():
-    training = TrainingConfig(stages={"retrofit": StageConfig(steps=70)})
+    training = TrainingConfig(stages={"retrofit": StageConfig("70 steps")})
     assert [Plan(training, ratio).at(35).target_ratio for ratio in (3.0, 8.0)] == [2.0, 4.5]

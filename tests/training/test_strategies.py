@@ -37,7 +37,7 @@ STEPS = 12
 @pytest.fixture
 def values(run_values):
     run_values["training"] |= {
-        "stages": {"zero_out": {"steps": 3}, "retrofit": {"steps": STEPS - 3}},
+        "stages": {"zero_out": {"length": "3 steps"}, "retrofit": {"length": f"{STEPS - 3} steps"}},
         "batch_size": 6, "micro_batch_size": 6, "validate_every_steps": 6,
         "checkpoint_every_steps": 6,
     }  # fmt: skip
@@ -161,7 +161,10 @@ def test_a_run_is_told_to_stop_and_goes_on_at_every_layout_with_the_same_samples
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "auto"])
 def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bit(values, layout, tmp_path):
-    values["training"] |= {"stages": {"zero_out": {"steps": 2}, "retrofit": {"steps": 4}}, "batch_size": 12}
+    values["training"] |= {
+        "stages": {"zero_out": {"length": "2 steps"}, "retrofit": {"length": "4 steps"}},
+        "batch_size": 12,
+    }
     options = {"micro_batch_size": 1, "checkpoint_every_steps": 3}
     whole = on_ranks(values, LAYOUTS[layout][0], tmp_path / "whole", LAYOUTS[layout][1], **options)
     resumed = shutil.copytree(whole, tmp_path / "resumed")
@@ -240,7 +243,7 @@ def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, 
 
 
 def test_a_damaged_shard_is_found(values, tmp_path):
-    short = {"stages": {"retrofit": {"steps": 2}}, "checkpoint_every_steps": 1}
+    short = {"stages": {"retrofit": {"length": "2 steps"}}, "checkpoint_every_steps": 1}
     folder = on_ranks(values, 2, tmp_path / "run", "fsdp2", micro_batch_size=3, **short)
     checkpoint = saved_checkpoints(folder / "checkpoints")[0]
     shard = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -258,7 +261,7 @@ def test_each_rank_reads_its_own_part_of_a_base(values, strategy, tp_size, merge
     shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
     fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
     values["model"] = {"path": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
-    values["training"]["stages"] = {"retrofit": {"steps": STEPS}}
+    values["training"]["stages"] = {"retrofit": {"length": f"{STEPS} steps"}}
     expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
     trainer = {"strategy": strategy, "tensor_parallel_size": tp_size}
     folder = on_ranks(values, 2, tmp_path / "two", trainer, micro_batch_size=3)

@@ -39,7 +39,10 @@ def test_fixed_pooling_trains_without_zero_out_and_holds_its_ratio(run_values):
 
 def test_fixed_pooling_may_climb_through_snapshots(run_values):
     run_values["compression"] = FIXED
-    run_values["training"] |= {"stages": {"retrofit": {"steps": 4, "ramp_fraction": 1.0}}, "snapshot_ratios": [2.0]}
+    run_values["training"] |= {
+        "stages": {"retrofit": {"length": "4 steps", "ramp_fraction": 1.0}},
+        "snapshot_ratios": [2.0],
+    }
     run = train(build_config(RunConfig, run_values))
     assert {ratio: load_model(folder).compression.target_ratio for ratio, folder in run.snapshots.items()} == {2.0: 2.0}
     assert (served(run.snapshots[2.0]) == 15).all()
@@ -88,7 +91,7 @@ def test_uniform_weights_an_immediate_target_and_heads_pulled_to_one_decision_tr
 def base(run_values):
     """Train a stock base of two KV heads."""
     values = {**run_values, "compression": None, "output_dir": run_values["output_dir"] + "_base"}
-    values["training"] = {**values["training"], "stages": {"pretrain": {"steps": 2}}}
+    values["training"] = {**values["training"], "stages": {"pretrain": {"length": "2 steps"}}}
     return train(build_config(RunConfig, values)).final
 
 

@@ -66,7 +66,7 @@ def read_folders(
         ValueError: none is given, or one is no folder, or holds no rows of this project.
     """
     if not folders:
-        raise ValueError("folders is empty: give folders=outputs/compare, one or several")
+        raise ValueError("folders is empty: give folders=[outputs/compare], one or several")
     stores = []
     for folder in dict.fromkeys(folders):
         if not folder.is_dir():

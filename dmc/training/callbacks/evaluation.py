@@ -14,8 +14,8 @@ from lightning import Trainer
 from pydantic import Field
 
 from dmc.compression import GateMode
+from dmc.config.instantiate import instantiate
 from dmc.config.settings import Count, Named, Ratio, checked_dataclass
-from dmc.config.target import build_target
 from dmc.data import DocumentSource
 from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
@@ -108,7 +108,7 @@ class Evaluation(AfterStep):
         self.settings = EvaluationConfig(dict(tasks), every_steps, [*ratios])
         self.tasks: dict[str, Any] = {}
         for name, each in self.settings.tasks.items():
-            self.tasks[name] = build_target(each, f"tasks.{name}")
+            self.tasks[name] = instantiate(each, f"tasks.{name}")
             if not isinstance(self.tasks[name], Asking):
                 raise ValueError(f"tasks.{name} has no right answers: take needle, passkey, key_value or recall")
         self._samples: dict[str, list[Sample]] = {}
@@ -125,7 +125,7 @@ class Evaluation(AfterStep):
         reached = [ratio for ratio in self.settings.ratios if ratio <= plan.target_ratio]
         self._steps = set(plan.ratio_steps(reached).values())
         (name, settings), *_ = text.config.data.validation.items()
-        source = build_target(settings, f"data.validation.{name}")
+        source = instantiate(settings, f"data.validation.{name}")
         for task_name, task in self.tasks.items():
             changes = {"cache_folder": text.config.data.cache_folder} if hasattr(task, "cache_folder") else {}
             if isinstance(getattr(task, "haystack", None), DocumentSource):

@@ -1,7 +1,7 @@
 """The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
 
 from dmc.training.config.run_config import ModelConfig, RunConfig, run_config
-from dmc.training.config.trainer import PlannerConfig, Precision, TrainerConfig
+from dmc.training.config.trainer import PlanConfig, PlannerConfig, Precision, TrainerConfig
 from dmc.training.config.training import (
     RatioControlConfig,
     RegressionInitConfig,
@@ -12,6 +12,7 @@ from dmc.training.config.training import (
 
 __all__ = [
     "ModelConfig",
+    "PlanConfig",
     "PlannerConfig",
     "Precision",
     "RatioControlConfig",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
 from dmc.compression import CompressionConfig
-from dmc.config.settings import Count, Named, build_config, checked_dataclass
+from dmc.config.settings import Count, Named, OutputFolder, build_config, checked_dataclass
 from dmc.data.config import DataConfig
 from dmc.training.config.trainer import TrainerConfig
 from dmc.training.config.training import DistillationConfig, TrainingConfig
@@ -60,7 +60,7 @@ class RunConfig:
     """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
     callbacks: Named[dict[str, Any]] = field(default_factory=dict)
     """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
-    output_dir: str = "outputs/run"
+    output_dir: OutputFolder = "outputs/run"
     use_previous_checkpoint: StrictBool = False
     """Whether to continue from the previous checkpoint if the last one is damaged; False: refuse."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 0
@@ -188,21 +188,11 @@ class RunConfig:
         return 1.0 if self.compression is None else self.compression.target_ratio
 
 
-def run_config(settings: Any) -> RunConfig:
-    """Validate settings that Hydra has composed.
+def run_config(values: Mapping[str, Any]) -> RunConfig:
+    """Build the configuration from settings of configs/train.yaml; those of a plan are left out.
 
     Raises:
         ValueError: a setting is unknown, missing or out of range.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if missing := sorted(OmegaConf.missing_keys(settings)):
-        raise ValueError(f"give a value for {', '.join(missing)}")
-    try:
-        values: Any = OmegaConf.to_container(settings, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(str(error).splitlines()[0]) from error
-    values["compression"] = values.get("compression") or None
-    del values["plan"], values["planner"]
-    return build_config(RunConfig, values)
+    values = {name: value for name, value in values.items() if name not in ("plan", "planner")}
+    return build_config(RunConfig, values | {"compression": values.get("compression") or None})

@@ -6,10 +6,9 @@ import inspect
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
-from dmc.config.settings import Count, checked_dataclass
-from dmc.config.target import suggest
+from dmc.config.settings import Count, checked_dataclass, suggest
 
 Precision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp2", "hsdp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"]
@@ -81,16 +80,7 @@ class TrainerConfig:
     compile: StrictBool = False
     """Whether to compile each layer's norms and MLP with torch.compile."""
     lightning: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Lightning's Trainer: `trainer.deterministic=true` becomes one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_lightning(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        own = {key: each for key, each in values.items() if key in cls.__dataclass_fields__}
-        others = {key: each for key, each in values.items() if key not in own}
-        return own | {"lightning": {**(own.get("lightning") or {}), **others}}
+    """Further arguments of Lightning's Trainer."""
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.devices, (int, str)) and str(self.devices).isdecimal() and int(self.devices) > 0
@@ -114,13 +104,15 @@ class TrainerConfig:
             return
         from lightning import Trainer
 
-        known = [*self.__dataclass_fields__, *inspect.signature(Trainer).parameters]
-        for name, value in self.lightning.items():
+        known = inspect.signature(Trainer).parameters
+        for name in self.lightning:
             if name not in known:
-                raise ValueError(f"unknown setting trainer.{name}: {suggest(name, known)}")
-            instead = next((place for place, names in ELSEWHERE.items() if name in names), None)
-            if instead is not None:
-                raise ValueError(f"trainer.{name}={value!r} is set by the run itself: use {instead}")
+                raise ValueError(f"unknown setting trainer.lightning.{name}: {suggest(name, known)}")
+            instead = next((setting for setting, names in ELSEWHERE.items() if name in names), None)
+            if instead is not None or name in self.__dataclass_fields__:
+                raise ValueError(
+                    f"trainer.lightning.{name} is set by the run itself: use {instead or f'trainer.{name}'}"
+                )
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -162,3 +154,12 @@ class PlannerConfig:
     """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
     utilization: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
+
+
+@checked_dataclass(frozen=True)
+class PlanConfig:
+    """Whether a command plans its run instead of starting it."""
+
+    plan: StrictBool | Literal["json"] = False
+    """True: print the plan; json: as JSON."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.compression import HeadAgreement
-from dmc.config.settings import WITHOUT_NULLS, Count, Ratio, Share, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, Ratio, Share, checked_dataclass
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 
 
 Rate = Annotated[StrictFloat, Field(gt=0, le=1)]
-Tokens = Annotated[StrictFloat, Field(gt=0, le=1e15)]
 Average = Annotated[StrictFloat, Field(ge=0, lt=1)]
 LossWeight = Annotated[StrictFloat, Field(ge=0, le=1e6)]
 
 
+LENGTH = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?) (steps|tokens|tokens_per_ratio)")
+THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def read_length(length: str) -> tuple[float, str]:
+    """Read a stage's length as a number and its unit.
+
+    Raises:
+        ValueError: it is none, or not of whole steps.
+    """
+    match = LENGTH.fullmatch(length)
+    number = float(match[1]) * THOUSANDS[match[2]] if match else 0.0
+    if not match or not 0 < number <= 1e15 or (match[3] == "steps" and number % 1):
+        raise ValueError("expected a number and its unit: '250 steps', '8B tokens' or '24B tokens_per_ratio'")
+    return number, match[3]
+
+
+def _check_length(length: str) -> str:
+    read_length(length)
+    return length
+
+
 @checked_dataclass(frozen=True)
 class StageConfig:
-    """One stage of a run; its length is given in steps, in tokens, or in tokens per unit of compression ratio."""
+    """One stage of a run."""
 
-    steps: Annotated[StrictInt, Field(ge=1, le=10**9)] | None = None
-    """Optimizer steps."""
-    tokens: Tokens | None = None
-    """Tokens; rounded to whole steps."""
-    tokens_per_ratio: Tokens | None = None
-    """Tokens for each +1 of target CR: CR 4 at 24e9 is 72e9 tokens."""
+    length: Annotated[str, AfterValidator(_check_length)]
+    """A number and its unit: `250 steps`; `8B tokens`, rounded to whole steps; or tokens for each +1 of target CR,
+    `24B tokens_per_ratio`: CR 4 has 72B tokens."""
     learning_rate: Rate | None = None
     """Learning rate of the stage; None: the run's."""
     warmup_steps: Annotated[StrictInt, Field(ge=0, le=10**9)] = 0
@@ -44,23 +64,11 @@ class StageConfig:
     it, so that runs to several targets share their beginning; None: the target. A ramp by `tokens_per_ratio` is always
     shared."""
 
-    def check(self, name: str) -> None:
-        """Refuse options that the stage `name` does not support.
-
-        Raises:
-            ValueError: not exactly one length is given, or an option belongs to another stage.
-        """
-        given = [value for value in (self.steps, self.tokens, self.tokens_per_ratio) if value is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"training.stages.{name}: steps={self.steps}, tokens={self.tokens}, "
-                f"tokens_per_ratio={self.tokens_per_ratio}; give exactly one of them, > 0, and null for the others"
-            )
-        for option in ("ramp_fraction", "ramp_to"):
-            if getattr(self, option) is not None and name != "retrofit":
-                raise ValueError(
-                    f"training.stages.{name}.{option}={getattr(self, option)} is for retrofit stages only: leave it out"
-                )
+    @property
+    def tokens_per_ratio(self) -> float | None:
+        """Tokens for each +1 of target CR; None: the length is given in another unit."""
+        number, unit = read_length(self.length)
+        return number if unit == "tokens_per_ratio" else None
 
     def ramp_share(self, decisions: str) -> float:
         """Return the share of a retrofit stage in which the target CR climbs, given who decides."""
@@ -70,12 +78,24 @@ class StageConfig:
 
     def num_steps(self, tokens_per_step: int, target_ratio: float) -> int:
         """Return the optimizer steps of this stage; a ramp beyond the target counts until it reaches the target."""
-        if self.tokens_per_ratio is not None:
-            steps = self.tokens_per_ratio * (target_ratio - 1) / tokens_per_step
+        number, unit = read_length(self.length)
+        if unit == "tokens_per_ratio":
+            steps = number * (target_ratio - 1) / tokens_per_step
         else:
-            whole = self.steps if self.steps is not None else max(1, round((self.tokens or 0) / tokens_per_step))
+            whole = number if unit == "steps" else max(1, round(number / tokens_per_step))
             steps = whole if self.ramp_to is None else whole * (target_ratio - 1) / (self.ramp_to - 1)
         return max(1, math.ceil(round(steps, 6)))
+
+
+def _without_length(stages: Any) -> Any:
+    """Leave out stages whose length is null."""
+    if not isinstance(stages, Mapping):
+        return stages
+    return {
+        name: stage
+        for name, stage in stages.items()
+        if stage is not None and not (isinstance(stage, Mapping) and stage.get("length", "") is None)
+    }
 
 
 @checked_dataclass(frozen=True)
@@ -147,9 +167,9 @@ class MilestonesConfig:
 class TrainingConfig:
     """Optimization: stages, batch, AdamW, the compression loss, and what is saved when."""
 
-    stages: Annotated[dict[StageName, StageConfig], WITHOUT_NULLS]
-    """Stages in order; empty where gates are only fitted. pretrain: plain; zero_out: remove the borrowed neuron;
-    retrofit: CR on its ramp; solidify: CR at its target."""
+    stages: Annotated[dict[StageName, StageConfig], BeforeValidator(_without_length)]
+    """Stages in order, those without a length left out; none where gates are only fitted. pretrain: plain; zero_out:
+    remove the borrowed neuron; retrofit: CR on its ramp; solidify: CR at its target."""
     sequence_length: Annotated[StrictInt, Field(ge=2)] = 4096
     """Tokens per sequence."""
     batch_size: Count = 1024
@@ -179,7 +199,7 @@ class TrainingConfig:
     """Initialize adapters by a fit; without stages that is the whole run."""
     gates_only: StrictBool = False
     """Train the gates alone, adapters or the borrowed neuron's rows of W_q and W_k, and freeze the rest."""
-    delays: list[Whole] = field(default_factory=list)
+    delays: list[NonNegative] = field(default_factory=list)
     """Delays of equal parts of the retrofit stage, counted up to its `ramp_to`; the last one is the model's delay,
     which solidify uses; empty: the model's delay throughout."""
     soft_ratio_loss: StrictBool = False
@@ -222,9 +242,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if not self.stages and self.regression_init is None:
-            raise ValueError("training.stages is empty: give at least one stage, or a training.regression_init")
+            raise ValueError("training.stages is empty: give a stage a length, or a training.regression_init")
         for name, stage in self.stages.items():
-            stage.check(name)
+            if name != "retrofit" and (stage.ramp_fraction, stage.ramp_to) != (None, None):
+                raise ValueError(f"training.stages.{name}: ramp_fraction and ramp_to are for the retrofit stage only")
         if self.ratio_control is not None and self.ratio_weight == 0:
             raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from dmc.config.target import build_targets
-from dmc.data import DocumentSource, MegatronSource, local_copy
+from dmc.data import MegatronSource, local_copy
 from dmc.data.streaming import check_stream_shards
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
 from dmc.training.config import RunConfig
 from dmc.training.stages import Plan
+from dmc.training.text_data import build_sources
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def check_start(config: RunConfig, num_local: int) -> None:
     training.accumulation(num_ranks)
     Plan(training, config.target_ratio, config.compression)
     for split in ("train", "validation", "calibration", "test"):
-        sources = build_targets(getattr(data, split) or {}, f"data.{split}", DocumentSource)
+        sources = build_sources(getattr(data, split) or {}, split)
         if split == "train" and data.streaming:
             check_stream_shards(data.stream_shards, num_ranks)
             for name, source in zip(data.train, sources, strict=True):
@@ -103,7 +103,7 @@ def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCon
         except OSError as error:
             raise ValueError(
                 f"model.path={settings.path} is no folder with a config.json and cannot be reached on the hub: give "
-                "the values of its configuration as model.architecture, as configs/model/llama2_7b.yaml does"
+                "the values of its configuration as model.architecture, as configs/base/llama2_7b.yaml does"
             ) from error
     values = dict(values)
     if settings.fresh is not None and "vocab_size" not in values and with_vocabulary:

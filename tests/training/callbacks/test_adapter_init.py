@@ -165,7 +165,7 @@ def test_gates_are_fitted_to_what_the_repetition_attends_to(ridge):
 
 def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_change(run_values, tmp_path):
     base = {**run_values, "compression": None, "output_dir": str(tmp_path / "base")}
-    base["training"] = {**run_values["training"], "stages": {"pretrain": {"steps": 4}}}
+    base["training"] = {**run_values["training"], "stages": {"pretrain": {"length": "4 steps"}}}
     path = train(build_config(RunConfig, base)).final
     run_values["model"] = {"path": str(path)}
     run_values["compression"] = FITTED | {"target_ratio": 2.0, "decision_scale": 2.0}

@@ -128,7 +128,7 @@ def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_pat
 
 
 def test_batch_that_cannot_be_kept_stops_nothing(run_values, spoil_gradients, caplog):
-    run_values["training"]["stages"] = {"retrofit": {"steps": 2}}
+    run_values["training"]["stages"] = {"retrofit": {"length": "2 steps"}}
     spoil_gradients(1)
     folder = Path(run_values["output_dir"])
     folder.mkdir()

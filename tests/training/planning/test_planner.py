@@ -306,7 +306,7 @@ def test_the_disk_is_told_as_a_run_of_gates_alone_fills_it(run_values, gate_inpu
     run_values["model"]["fresh"] |= {"hidden_size": 256, "head_dim": 64}
     run_values["compression"] |= {"gate_input": gate_input, "action": "drop"}
     run_values["training"] |= {
-        "stages": {"retrofit": {"steps": 4}}, "gates_only": True, "calibrate": False, "snapshot_ratios": [2.0],
+        "stages": {"retrofit": {"length": "4 steps"}}, "gates_only": True, "calibrate": False, "snapshot_ratios": [2.0],
         "milestones": {"ratios": [3.0]}, "validate_every_steps": 100,
     }  # fmt: skip
     config = build_config(RunConfig, run_values)

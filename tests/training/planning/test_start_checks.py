@@ -102,7 +102,7 @@ REFUSED = [
     ({"model.fresh": {"vocab_size": 9}}, "no model_type"),
     ({"model": {"path": "nowhere", "architecture": {"hidden_size": 8}}}, "no model_type"),
     (
-        {"training.stages": {"retrofit": {"steps": 2}, "zero_out": {"steps": 2}}},
+        {"training.stages": {"retrofit": {"length": "2 steps"}, "zero_out": {"length": "2 steps"}}},
         "zero_out removes the neuron the gates use",
     ),
     ({"trainer.devices": "auto", "trainer.accelerator": "gpu"}, "this machine has no GPU to count"),
@@ -147,6 +147,6 @@ def test_a_vocabulary_that_only_the_tokenizer_knows_stops_no_start(startable):
 
 
 def test_an_architecture_of_every_model_option_can_be_retrofitted():
-    for name in names("model"):
-        if yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()).get("architecture"):
-            check_start(composed("experiment=llama2_7b_cr2", f"model={name}"), GPUS_OF_A_NODE)
+    for name in names("base"):
+        if yaml.safe_load((CONFIGS / "base" / f"{name}.yaml").read_text()).get("architecture"):
+            check_start(composed("experiment=llama2_7b_cr2", f"base={name}"), GPUS_OF_A_NODE)

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dmc.budget import Budget
-from dmc.policies.from_config import budget_name, parse_budget, policy_from_config
+from dmc.results.policies import budget_name, parse_budget, policy_from_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "policy").glob("*.yaml"))
 MODULE = """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmc.budget import Budget
-from dmc.config.target import build_target
+from dmc.config.instantiate import instantiate
 
 
 def policy_from_config(settings: Mapping[str, Any] | None, budget: Budget | float | str | None) -> Any | None:
@@ -27,7 +27,7 @@ def policy_from_config(settings: Mapping[str, Any] | None, budget: Budget | floa
         return None
     if budget is None:
         raise ValueError(f"{settings.get('_target_')} needs a budget: a compression ratio such as 4, or tokens:128")
-    return build_target(settings, "policy", budget=parse_budget(budget))
+    return instantiate(settings, "policy", budget=parse_budget(budget))
 
 
 def parse_budget(budget: Budget | float | str) -> Budget:

@@ -1,0 +1,43 @@
+"""Speed and memory of a model's engine beside `generate()`, with the same weights; or a server under load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmc import load_model, retrofit
+from dmc.compression import CompressionConfig
+from dmc.config import build_config
+from dmc.models.build import random_model, twin
+from dmc.results.benchmark import BenchmarkConfig, run_benchmark
+from dmc.results.load import LoadConfig, report_load
+from dmc.results.store import Store
+from dmc.results.tables import write_tables
+
+
+def benchmark(values: dict[str, Any]) -> str:
+    """Measure what the settings name, and return the report."""
+    server, load = values.pop("server"), values.pop("load")
+    if server is not None:
+        return report_load(build_config(LoadConfig, {"server": server, "output": values["output"], **load}))
+    config = build_config(BenchmarkConfig, values)
+    folder, keys = Path(config.output), []
+    for row in run_benchmark(config, *_models(config)):
+        store = Store(folder / "cells.jsonl")  # no folder before a row
+        store.append(row)
+        keys.append(row["key"])
+    return f"\n{write_tables(store, folder, keys=keys)}\n\n{store.path}"
+
+
+def _models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
+    """Return the model of every decoder, all sharing the same weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.model is not None:
+        stock = load_model(config.model, dtype=config.dtype).to(device)
+    else:
+        stock = random_model(config.shape or {}, getattr(torch, config.dtype), device, config.seed)
+    gates = CompressionConfig(delay=config.delay)
+    models = {ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), gates) for ratio in config.ratios}
+    return models, twin(stock) if config.hugging_face else None
