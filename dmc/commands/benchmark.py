@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dmc import load_model, retrofit
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
+from dmc.models import load_model, retrofit
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.load import LoadConfig, report_load

@@ -15,7 +15,6 @@ import torch
 from pydantic import StrictBool, StrictInt
 from torch import Tensor
 
-import dmc
 from dmc.budget import Budget
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
@@ -24,7 +23,7 @@ from dmc.results.tasks import FactRecall, Sample
 from dmc.results.tasks.cache_analysis import decisions_of, held_tokens
 from dmc.runtime import Engine, SamplingParams
 
-SHIPPED = Path(dmc.__file__).parent / "demo_models"
+SHIPPED = Path(__file__).parents[1] / "demo_models"
 LEVELS = (0.02, 0.1, 0.25, 0.5)
 """Shares of heads at which a token's color changes."""
 SHADES = (236, 22, 28, 34, 40)

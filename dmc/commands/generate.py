@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from pydantic import StrictFloat, StrictInt
 
-from dmc import Engine, SamplingParams, load_model
 from dmc.config.settings import checked_dataclass
+from dmc.models import load_model
 from dmc.models.loading import load_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.results.policies import policy_from_config
+from dmc.runtime import Engine, SamplingParams
 
 STORAGE = ("block_size", "memory", "kernels", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dataclass
+from dmc.models import retrofit
 from dmc.models.weights import read_model_config
 from dmc.runtime.capacity import capacities
 from dmc.runtime.runner import layout_of

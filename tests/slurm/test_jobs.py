@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from launching import logged_losses, logged_parts, train_ranks, write_corpus
 from scripts_here import run_script
 
+from dmc.config.command_line import plain_values
 from dmc.data import train_tokenizer
 from dmc.training.config import run_config
 
@@ -104,7 +105,7 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     slurm.wait_until(lambda: any(10 in part for part in logged_parts(folder)), "step 10")
     slurm.signal(job, "USR1")
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = run_config(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"]))
+        config = run_config(plain_values(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"])))
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     values["trainer"] |= {"devices": 2, "num_nodes": 1}
     values["data"] |= {"num_workers": 0}
