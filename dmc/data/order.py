@@ -133,4 +133,6 @@ class Blend(Dataset[dict[str, Any]]):
 def blend_schedule(weights: Sequence[float], seed: int) -> np.ndarray:
     """Return the source of each draw, int64: as many as their weights say, to 1 in 10,000, in a seeded order."""
     shares = np.maximum(1, np.round(np.array(weights) / sum(weights) * _PERIOD)).astype(int)
-    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(shares)), shares))
+    # numpy pads a seed with zeros, so 5 is [5, 0, 0], the first order of source 0; spawn keys are apart from seeds.
+    generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
+    return generator.permutation(np.repeat(np.arange(len(shares)), shares))

@@ -107,9 +107,7 @@ def num_predicted(loss_mask: Tensor) -> Tensor:
 
 def _counts(losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> Tensor:
     counts = (targets != IGNORED).to(losses.dtype)
-    if loss_mask is not None and loss_mask.is_floating_point():
-        counts = counts * F.pad(loss_mask[:, 1:], (0, 1))
-    return counts
+    return counts if loss_mask is None else counts * F.pad(loss_mask[:, 1:].to(losses.dtype), (0, 1))
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -119,6 +119,14 @@ def test_a_blend_draws_from_its_sources_by_their_weights_in_a_seeded_order(weigh
         assert (blend_schedule(weights, 1) != blend_schedule(weights, 2)).any()
 
 
+@pytest.mark.parametrize("seed", [0, 5, 2**31])
+def test_the_schedule_of_a_blend_is_no_source_s_order(seed):
+    """numpy reads the seeds 5 and [5, 0, 0] as one."""
+    schedule = blend_schedule([1, 1], seed)
+    as_source = np.random.default_rng([seed, 0, 0]).permutation(np.repeat([0, 1], len(schedule) // 2))
+    assert 0.4 < (schedule == as_source).mean() < 0.6
+
+
 def test_exhausted_source_repeats_in_a_fresh_permutation():
     blend = Blend([make_dataset(10, 2), make_dataset(30, 2, 1000)], [1, 1], seed=4)
     drawn = [[], []]
