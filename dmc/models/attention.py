@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ class CompressedAttentionMixin(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
-
-    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize projected queries and keys, [B, T, heads, D]; the identity without q_norm and k_norm."""
-        return query, key
+    q_norm: nn.Module
+    k_norm: nn.Module
+    normalizes_heads: ClassVar[bool] = False
+    """Whether `q_norm` and `k_norm` normalize each head's queries and keys; the borrowed neuron is read after them."""
 
     def project(self, hidden_states: Tensor, multiplier: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
@@ -49,7 +49,8 @@ class CompressedAttentionMixin(nn.Module):
         value = self.v_proj(hidden_states).view(shape)
         if multiplier is not None:
             query, key = self.compressor.phase_out(query, key, multiplier)
-        query, key = self.normalize(query, key)
+        if self.normalizes_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(

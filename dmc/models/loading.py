@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
-from dmc.models.modeling import CompressedCausalLM, retrofit
+from dmc.models.conversion import retrofit
+from dmc.models.modeling import CompressedCausalLM
 from dmc.models.weights import check_weights, local_folder, open_weights
 
 
