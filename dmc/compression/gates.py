@@ -151,7 +151,7 @@ class Compressor:
             decision = self.config.decision_scale * decision
         logits = decision - self.config.decision_offset
         if self.config.decisions == "per_layer":
-            both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
+            both = self.ranks.all_reduce(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
             logits, importance = both.unbind()
         return logits, importance
 

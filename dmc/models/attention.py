@@ -83,10 +83,10 @@ class CompressedAttentionMixin(nn.Module):
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
-        query, key, value = (context_ranks.exchange(each, 1, 2) for each in self.project(hidden_states, multiplier))
+        query, key, value = (context_ranks.all_to_all(each, 1, 2) for each in self.project(hidden_states, multiplier))
         adapted = None
         if self.gate_adapter is not None:
-            adapted = context_ranks.exchange(self.gate_adapter.logits(hidden_states), 2, 3)
+            adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
@@ -101,7 +101,7 @@ class CompressedAttentionMixin(nn.Module):
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
-        attended = context_ranks.exchange(attended, 2, 1)
+        attended = context_ranks.all_to_all(attended, 2, 1)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
 

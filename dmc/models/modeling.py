@@ -68,14 +68,14 @@ def attend_unpadded(
     Raises:
         NotImplementedError: dropout within documents.
     """
-    query, key, value = (context_ranks.exchange(each, 1, 2) for each in (query, key, value))
+    query, key, value = (context_ranks.all_to_all(each, 1, 2) for each in (query, key, value))
     if documents is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     else:
         if options.get("dropout"):
             raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
         attended = causal_attention(query, key, value, options["scaling"], documents).transpose(1, 2)
-    return context_ranks.exchange(attended, 1, 2), None
+    return context_ranks.all_to_all(attended, 1, 2), None
 
 
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)

@@ -40,7 +40,7 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
         ValueError: heads or MLP cannot be divided evenly; or see `check_weights`.
         FileNotFoundError: see `check_weights`.
     """
-    ranks = Ranks.launched()
+    ranks = Ranks.init_process_group()
     folder = local_folder(str(folder))
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -267,13 +267,13 @@ class TokenLossMixin:
         if ranks.size > 1:
             input_ids = kwargs.pop("input_ids") if "input_ids" in kwargs else args[0]
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-            args, targets = (ranks.own(input_ids, 1), *args[1:]), None if targets is None else ranks.own(targets, 1)
-            kwargs = {"position_ids": ranks.own(positions, 1), **kwargs, "context_ranks": ranks}
+            args, targets = (ranks.chunk(input_ids, 1), *args[1:]), None if targets is None else ranks.chunk(targets, 1)
+            kwargs = {"position_ids": ranks.chunk(positions, 1), **kwargs, "context_ranks": ranks}
         hidden = model.model(*args, **kwargs).last_hidden_state
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
         losses = model.lm_head(hidden, targets, taught)
-        entropy, divergence = (None if each is None else ranks.join(each, 1) for each in losses)
+        entropy, divergence = (None if each is None else ranks.all_gather(each, 1) for each in losses)
         return TokenLosses(entropy, divergence, hidden)
 
 

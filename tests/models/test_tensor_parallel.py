@@ -114,7 +114,7 @@ def test_every_rank_works_on_a_gpu_of_its_own(local_rank, num_devices, expected,
     monkeypatch.setattr(torch.distributed, "init_process_group", chosen.append)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: local_rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    Ranks.launched()
+    Ranks.init_process_group()
     assert chosen == [f"device {expected}", "nccl"]
 
 
