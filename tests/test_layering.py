@@ -25,7 +25,7 @@ ALLOWED = {
     "models": {"compression", "ranks", "files"},
     "policies": {"kernels", "compression", "budget", "config"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
-    "data": {"config", "files"},
+    "data": {"config", "files", "ranks"},
     "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "claims", "files"},
     "training": {
         *("models", "compression", "data", "results", "budget", "config", "ranks", "claims", "files", "checksums"),
