@@ -76,7 +76,7 @@ class FactWriter:
                 f"num_keys={num_keys}: the tokenizer has {len(known)} words of one token, of 3 letters or more behind "
                 f"a space; {num_keys} keys and values need {2 * num_keys}"
             )
-        self.keys, self.values = (each[half(num_keys, words)] for each in (known[0::2], known[1::2]))
+        self.keys, self.values = (tokens[half(num_keys, words)] for tokens in (known[0::2], known[1::2]))
         self.key_words, self._tokenizer = key_words, tokenizer
         self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
         ((self._asking, _),) = self._pieces([QUESTION])
@@ -174,7 +174,7 @@ class FactSequences(Dataset[dict[str, Any]]):
                 )
 
     def lesson_at(self, position: int) -> LessonConfig:
-        """Return the lesson at a position: after the last one, sequences have the whole length."""
+        """Return the lesson at a position: after the last one, sequences have their full length."""
         for lesson in self.lessons:
             if position < lesson.sequences:
                 return lesson
@@ -240,7 +240,7 @@ class FactSequences(Dataset[dict[str, Any]]):
             times = 2 if self.has_lessons and draw.random() < self.facts.asked_twice else 1
             asked = [(token, 1.0) for token in self.writer.question(key) * times]
             events.append((later + delay, [*asked, (value, self.facts.answer_weight)]))
-        inserts = [insert for _, insert in sorted(events, key=lambda each: each[0])]
+        inserts = [insert for _, insert in sorted(events, key=lambda event: event[0])]
         while sum(map(len, inserts)) > lesson.length:
             inserts.pop()
         return weave(inserts, text, lesson.length, draw)[0]

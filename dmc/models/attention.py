@@ -83,7 +83,8 @@ class CompressedAttentionMixin(nn.Module):
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
-        query, key, value = (context_ranks.all_to_all(each, 1, 2) for each in self.project(hidden_states, multiplier))
+        projected = self.project(hidden_states, multiplier)
+        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected)
         adapted = None
         if self.gate_adapter is not None:
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)

@@ -68,7 +68,7 @@ def attend_unpadded(
     Raises:
         NotImplementedError: dropout within documents.
     """
-    query, key, value = (context_ranks.all_to_all(each, 1, 2) for each in (query, key, value))
+    query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in (query, key, value))
     if documents is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     else:
@@ -215,7 +215,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         """Run the stock forward; a plain call is the parallel form, and only `use_cache=True` makes a cache.
 
         Positions count columns, as in the stock model, but from the first real token: without the borrowed neuron RoPE
-        is no longer purely relative, so left padding must not shift them. `labels` give the stock loss beside the whole
+        is no longer purely relative, so left padding must not shift them. `labels` give the stock loss beside all
         logits; `targets`, among the other keywords, gives each token's loss without logits, see `TokenLossMixin`.
 
         Raises:
