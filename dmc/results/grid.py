@@ -112,6 +112,8 @@ class PlannedModel:
     settings: ComparedModel
     target_ratio: float | None
     """Target ratio of its learned gates; None: a stock model."""
+    target_counts: str | None
+    """What that ratio counts, see `CompressionConfig`."""
     num_layers: int
     key: str
     """Hash of everything that defines it."""
@@ -205,6 +207,7 @@ class Cell:
             "policy_key": policy_key,
             "task_key": task_key,
             "requested_ratio": ratio if asked is not None else model.target_ratio or 1.0,
+            "target_counts": model.target_counts if asked is None else None,
             "reference": config.reference,
             "settings": settings | {"engine": asdict(config.engine), "seed": config.seed, "format": FORMAT},
         }
@@ -430,7 +433,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
         raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
     files = model_files(model.path, model.revision)
     compressed = str(values["model_type"]).startswith("dmc_")
-    target_ratio = values["compression"]["target_ratio"] if compressed else values.get("dms_cr")  # of NVIDIA's DMS
-    ratio = None if target_ratio is None else float(target_ratio)
+    gates = values["compression"] if compressed else {"target_ratio": values.get("dms_cr"), "target_counts": "decided"}
+    ratio = None if gates["target_ratio"] is None else float(gates["target_ratio"])  # without one: a stock model
+    counts = None if ratio is None else gates.get("target_counts", "held")
     key = digest([model.dtype, model.revision, files, values])
-    return PlannedModel(name, model, ratio, values["num_hidden_layers"], key)
+    return PlannedModel(name, model, ratio, counts, values["num_hidden_layers"], key)

@@ -57,6 +57,8 @@ class Measurement(TypedDict):
     """Whether it is the full cache of a stock model, the reference."""
     requested_ratio: float
     """Requested compression ratio; for learned gates the one they were trained for."""
+    target_counts: str | None
+    """What the trained ratio of learned gates counts, see `CompressionConfig`; None: the entries that are held."""
     requested_bytes_per_token: float
     """Requested bytes; NaN: another kind of budget."""
     task: str
@@ -166,7 +168,8 @@ def _shared(row: Row) -> dict[str, Any]:
     model = (row.get("settings") or {}).get("model") or {}
     model = model if isinstance(model, dict) else {}
     names = ("key", "method", "model", "learned", "policy", "budget", "task", "task_key", "requested_ratio")
-    others = ("benchmark", "split", "question", "samples_key", "reference", "requested_bytes_per_token", "folder")
+    others = ("benchmark", "split", "question", "samples_key", "reference", "target_counts")
+    others += ("requested_bytes_per_token", "folder")
     return {
         **{name: row[name] for name in (*names, "higher_is_better", "main_metric")},
         **{name: row.get(name) for name in others},

@@ -184,7 +184,7 @@ def summarize(
         metrics: metrics to summarize; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `learned`, `is_full`, `budget`, `asked` (CR 4, 128
-        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`;
+        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`, `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
@@ -199,7 +199,7 @@ def summarize(
                 lines.append(_line(same))
     summary = pandas.DataFrame(lines)
     if len(summary):
-        for name in ("budget", "split", "question"):
+        for name in ("budget", "split", "question", "target_counts"):
             summary[name] = pandas.Series([line[name] for line in lines], dtype=object)  # None stays None
     return summary
 
@@ -241,6 +241,7 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
     sizes = group[["bytes_per_token", "requested_bytes_per_token"]].mul(weights, axis=0).sum(skipna=False)
     entries = (1 / group[["requested_ratio", "achieved_ratio", "end_ratio"]]).mul(weights, axis=0).sum()
     names = ("variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question")
+    names += ("target_counts",)
     asked, margin = asked_of(first), margin_of(first["metric"], full["value_of_full"])
     method = f"{first['variant']}, {'learned' if first['learned'] and first['budget'] is None else first['policy']}"
     is_compared = not math.isnan(lost.value)

@@ -174,7 +174,8 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def ratio(line: pandas.Series) -> str:
         held = max(line["achieved_ratio"], line["end_ratio"])
-        is_missed = bytes_budget(line["budget"]) is None and held < RATIO_TOLERANCE * line["requested_ratio"]
+        is_held_asked = bytes_budget(line["budget"]) is None and line["target_counts"] != "decided"
+        is_missed = is_held_asked and held < RATIO_TOLERANCE * line["requested_ratio"]
         return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
 
     columns: Columns = {

@@ -80,6 +80,7 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folde
     assert [cell.row["learned"] for cell in cells] == [False, False, False, True]
     assert [cell.row["requested_ratio"] for cell in cells] == [2.0, None, 1.0, 2.0]
     assert len({cell.key for cell in cells}) == 4
+    assert [cell.row["target_counts"] for cell in cells] == [None, None, None, "held"]
     models["base"] = {"path": str(folders.stock), "policies": ["full"]}  # chooses cells, and changes none
     fewer = plan_grid(make_config(models=models, policies=[KEEP, "full"], budgets=TWO_METHODS["budgets"]), CONFIGS)
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]

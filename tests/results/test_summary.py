@@ -106,6 +106,16 @@ def test_a_budget_in_bytes_is_met_by_bytes_and_a_ratio_by_a_ratio():
     assert "| 261 |" in lines["| one, old"]
 
 
+def test_a_target_of_decided_tokens_is_not_missed_by_what_a_cache_still_holds():
+    """The last `delay` tokens come on top of it, so that a short text holds more than the target says."""
+    rows = [row("control", "full", None, 1000, 0.0)]
+    for counts in ("held", "decided"):
+        rows.append(row(f"merge {counts}", "full", None, 250, 0.1, requested_ratio=8.0, target_counts=counts))
+    lines = {line.split(" | ")[0]: line for line in format_tables(to_frame(rows))[0].splitlines()}
+    assert "4.00 ↓" in lines["| merge held, learned"]
+    assert "4.00" in lines["| merge decided, learned"] and "↓" not in lines["| merge decided, learned"]
+
+
 def test_a_heading_names_the_full_cache_that_all_lines_are_compared_with():
     rows = [row("control", "full", None, 1000, 0.0), row("merge", "full", None, 250, 0.1)]
     assert "| against control, full | verdict |" in format_tables(to_frame(rows))[0]
