@@ -56,7 +56,7 @@ def compare_row(policy, ratio=1.0, task="loss", *, model="base", learned=False, 
         "key": f"{model} {policy} {budget} {task}",
         "method": f"{model}, {'learned' if learned else policy}",
         **{"model": model, "learned": learned, "policy": policy, "budget": budget, "task": task},
-        **{"model_key": model, "policy_key": policy, "task_key": task, "requested_ratio": ratio, "samples_key": task},
+        **{"requested_ratio": ratio, "samples_key": task},
         **{"main_metric": "exact_match" if higher else "loss", "higher_is_better": higher},
         **{"settings": {"task": {}}, "device": "cpu", "provenance": PROVENANCE, "status": "done"},
         "metrics": {"exact_match" if higher else "loss": sum(values) / 32},
@@ -116,7 +116,6 @@ def lm_eval_row(policy, ratio, benchmark, task, value, **changes):
     row.pop("by_position", None)
     row |= {
         "benchmark": benchmark,
-        "task_key": benchmark,
         "members": [f"{benchmark}_a", f"{benchmark}_b"],
         "main_metric": "acc",
     }
@@ -164,7 +163,7 @@ def plain_row(policy, budget, values, **changes):
     """Return a finished row with these values of its samples."""
     row = {
         "key": f"{policy} {budget}", "status": "done", "model": "base", "method": f"base, {policy}", "policy": policy,
-        "learned": False, "budget": budget, "task": "text", "model_key": "m", "policy_key": policy, "task_key": "t",
+        "learned": False, "budget": budget, "task": "text", "settings": {},
         "samples_key": "s",
         "main_metric": "loss", "higher_is_better": False, "metrics": {"loss": sum(values) / len(values)},
         "sample_values": values, "samples": len(values), "achieved_ratio": 3.96, "bytes_allocated": 1000,

@@ -1,7 +1,7 @@
 """Run the grid model x policy x budget x task, one row for each cell; finished cells are not run again.
 
-Processes that share a folder divide the cells by claims (`dmc.claims`): each is measured once, and the cell of a killed
-process is taken over.
+Processes that share a folder divide the cells by locks: each is measured once, and the cell of a killed process, whose
+lock falls with it, is measured by another.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
-from dmc.claims import ClaimedError, claim
 from dmc.results.equal_bytes import at_bytes, share_of
-from dmc.results.grid import Cell, CompareConfig, ComparedModel, PlannedModel, plan_grid
+from dmc.results.grid import Cell, CompareConfig, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
+from dmc.results.models import ComparedModel, PlannedModel
 from dmc.results.provenance import provenance
-from dmc.results.store import FINISHED, Store
+from dmc.results.store import FINISHED, Store, refuse_other_settings
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
-CLAIMS = "claims"
-"""Folder beside the rows, with a file for each cell that is being run."""
+LOCKS = ".locks"
+"""Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
 SKETCH_RUNS = 4
@@ -103,69 +105,79 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
     """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
 
     Args:
-        cells: cells of the grid, grouped by model, so that every model is loaded once; the finished ones are left out.
+        cells: cells of the grid, grouped by model, so that every model is loaded once; finished ones are left out,
+            unless their configuration says `overwrite`.
         store: receives the rows.
         load: returns a model, on its device, and its tokenizer.
         make_engine: called as `Engine`.
+    Raises:
+        ValueError: a finished row of the store has the key of a cell, and other settings; nothing is measured.
     """
-    source, keys = provenance(), {row["key"] for row in store.rows() if row["status"] in FINISHED}
-    planned, cells = len(cells), [cell for cell in cells if cell.key not in keys]
-    print(f"{planned} cells, {planned - len(cells)} finished before: {store.path}", file=sys.stderr)
-    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
-        loaded = models_of(load)
-        for cell in own:
+    refuse_other_settings([cell.row for cell in cells if not cell.config.overwrite], store)
+    finished = {row["key"] for row in store.rows() if row["status"] in FINISHED}
+    remaining = [cell for cell in cells if cell.config.overwrite or cell.key not in finished]
+    reused = len(cells) - len(remaining)
+    print(f"{len(cells)} cells, {reused} finished before: {store.path}", file=sys.stderr)
+    source, loaded = provenance(), models_of(load)
+    with tqdm(total=len(remaining), unit="cell", smoothing=0) as bar, closing(divide(remaining, store)) as cells_here:
+        for cell in cells_here:
             bar.set_description(cell.title)
             row = cell.row | {"device": "", "provenance": source}
             try:
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
-                row |= checked(measure(cell, subject, make_engine, _row(cell.same_bytes_as, store)))
+                given = None if cell.same_bytes_as is None else store.row(cell.same_bytes_as.key)
+                row |= checked(measure(cell, subject, make_engine, given))
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            store.append(row)
+            store.append(row | {"time": datetime.now(timezone.utc).isoformat()})
             bar.update()
             release_memory()  # free the cell's cache before the next
 
 
 def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
-    """Yield the cells that no other process runs; each is claimed until the next is requested.
+    """Yield the cells that no other process runs; each is locked until the next is requested.
 
-    Cells of other processes come last: they are taken over if their process dies, and skipped once it writes their row,
-    even of a failure, which the next start repeats.
+    Cells of other processes come last: one whose process dies is yielded, one with a new row is skipped, even if it has
+    failed, for the next start tries that again. What was finished before the start is skipped too, unless the cell's
+    configuration says `overwrite`.
 
     Args:
         cells: the cells to run.
-        store: store with the rows of finished cells; the claims are beside it.
-    Raises:
-        OSError: a claim cannot be written.
+        store: store with the rows of finished cells; the locks are beside it.
     """
-    folder = store.path.parent / CLAIMS
+    folder = store.path.parent / LOCKS
     before = {row["key"]: row for row in store.rows()}
 
-    def is_tried(key: str) -> bool:
-        row = _row(key, store)
-        return row is not None and (row["status"] in FINISHED or row != before.get(key))
+    def is_measured(cell: Cell) -> bool:
+        row = store.row(cell.key)
+        is_new = row is not None and row != before.get(cell.key)
+        return is_new or (row is not None and row["status"] in FINISHED and not cell.config.overwrite)
 
-    waiting, is_told = list(cells), False
+    waiting, is_reported = list(cells), False
     while waiting:
         folder.mkdir(exist_ok=True)
-        held, reason = list[Cell](), ""
+        held, locks = list[Cell](), list[str]()
         for cell in waiting:
-            if cell.same_bytes_as is not None and not is_tried(cell.same_bytes_as):
+            if cell.same_bytes_as is not None and not is_measured(cell.same_bytes_as):
                 held.append(cell)
                 continue
+            lock = FileLock(folder / f"{cell.file_name}.lock")
             try:
-                with claim(folder / cell.key):
-                    if not is_tried(cell.key):
+                with lock.acquire(blocking=False):
+                    if not is_measured(cell):
                         yield cell
-            except ClaimedError as error:
+            except Timeout:
                 held.append(cell)
-                reason = str(error)
+                locks.append(lock.lock_file)
         if len(held) == len(waiting):
-            if not is_told:
-                logger.warning("waiting for cells that other processes run (%d): %s", len(held), reason)
-            is_told = True
+            if not is_reported and locks:
+                logger.warning(
+                    "waiting for %d cells that other processes run; if none runs, and this disk has no locks of its "
+                    "own, remove %s", len(held), ", ".join(locks),
+                )  # fmt: skip
+            is_reported = True
             time.sleep(PAUSE)
         waiting = held
 
@@ -227,10 +239,6 @@ def failed_cells(rows: Sequence[Row]) -> str:
     return "; ".join(told)
 
 
-def _row(key: str | None, store: Store) -> Row | None:
-    return next((row for row in store.rows() if row["key"] == key), None)
-
-
 def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
     """Measure quality and memory of one cell.
 
@@ -250,7 +258,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
         if isinstance(task, LMEvalTask):
-            folder = Path(config.output) / "samples" / cell.key
+            folder = Path(config.output) / "samples" / cell.file_name
             row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
         else:
             samples = subject.samples_of(cell.task.name, task)
@@ -260,7 +268,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
     if cell.same_bytes_as is None:
         return measure_at(None)
     if given is None or given["status"] != DONE:
-        raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
+        raise ArithmeticError(f"{cell.method.budget_name}: the model whose bytes it shall hold has no results")
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -18,8 +17,6 @@ from omegaconf import OmegaConf
 from pydantic import StrictBool, StrictInt
 
 from dmc.config.settings import Count, build_config, checked_dataclass
-from dmc.data.sources import file_stamps
-from dmc.results.identity import identity_of
 from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
 from dmc.runtime import Engine, GenerationStats
@@ -160,17 +157,11 @@ class LMEvalTask:
     names: tuple[str, ...]
     """Names of all tasks that are loaded together."""
 
-    def identity(self) -> Any:
-        """Return JSON content that defines the task; saving samples does not change it."""
-        folder = self.settings.tasks_folder
-        own = [] if folder is None else file_stamps(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-        settings = identity_of(self.settings, "save_samples")
-        return [importlib.metadata.version("lm-eval"), settings, identity_of(self.benchmark), own]
-
     @property
-    def told(self) -> dict[str, Any]:
-        """Return the settings in its rows."""
-        return {"task": asdict(self.benchmark), "lm_eval": asdict(self.settings) | {"save_samples": None}}
+    def row_settings(self) -> dict[str, Any]:
+        """Return the settings in its rows; saving samples changes no result."""
+        lm_eval = {name: value for name, value in asdict(self.settings).items() if name != "save_samples"}
+        return {"task": asdict(self.benchmark), "lm_eval": lm_eval}
 
     def row(self, name: str) -> Row:
         """Return the fields of its rows that are known before it runs; `name` ends in ":hidden" where both run."""

@@ -184,7 +184,8 @@ def summarize(
         metrics: metrics to summarize; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `learned`, `is_full`, `budget`, `asked` (CR 4, 128
-        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`, `value_error`;
+        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`,
+        `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
@@ -240,8 +241,8 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
     sizes = group[["bytes_per_token", "requested_bytes_per_token"]].mul(weights, axis=0).sum(skipna=False)
     entries = (1 / group[["requested_ratio", "achieved_ratio", "end_ratio"]]).mul(weights, axis=0).sum()
-    names = ("variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question")
-    names += ("target_counts",)
+    names = ["variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question"]
+    names += ["target_counts"]
     asked, margin = asked_of(first), margin_of(first["metric"], full["value_of_full"])
     method = f"{first['variant']}, {'learned' if first['learned'] and first['budget'] is None else first['policy']}"
     is_compared = not math.isnan(lost.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_rows import CONFIGS, NEEDLE, benchmark_rows, compare_grid, write_rows
+from report_rows import NEEDLE, benchmark_rows, compare_grid, write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -17,7 +17,7 @@ from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.data import train_tokenizer
-from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.grid import CompareConfig
 from dmc.results.report import read_folders, write_page
 
 VOCAB_SIZE = 300
@@ -64,12 +64,6 @@ def make_config(folders, tmp_path):
         return build_config(CompareConfig, {**values, "output": str(tmp_path / "out"), **changes})
 
     return build
-
-
-@pytest.fixture
-def keys(make_config):
-    """Return a function from changes of that grid to the keys of its cells."""
-    return lambda **changes: [cell.key for cell in plan_grid(make_config(**changes), CONFIGS)]
 
 
 @pytest.fixture

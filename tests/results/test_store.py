@@ -9,7 +9,7 @@ from dmc.results.store import Store, read_rows
 
 
 def row(key, **values):
-    names = dict.fromkeys(("method", "model", "policy", "task", "model_key", "policy_key", "task_key"), "name")
+    names = dict.fromkeys(("method", "model", "policy", "task"), "name")
     return {"key": key, "status": "failed", **names, "budget": None, "learned": False, **values}
 
 
@@ -26,8 +26,17 @@ def line(**changes):
 
 
 DAMAGES = [b'{"key": "tor', b"[1]\n", b'{"no key": 1}\n', b"\xff\xfe\n", b'"text"\n', b"[" * 100_000 + b"\n"]
-DAMAGES += [line(status=None), line(key=[1]), line(key=7), line(model={}), line(status="done"), b"{}\n", b"null\n"]
-DAMAGES += [json.dumps({name: value for name, value in row("k").items() if name != "policy_key"}).encode() + b"\n"]
+DAMAGES += [
+    line(status=None),
+    line(key=[1]),
+    line(key=7),
+    line(model={}),
+    line(settings=[]),
+    line(status="done"),
+    b"{}\n",
+    b"null\n",
+]
+DAMAGES += [json.dumps({name: value for name, value in row("k").items() if name != "policy"}).encode() + b"\n"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage[:40].decode(errors="replace"))

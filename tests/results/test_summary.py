@@ -20,7 +20,7 @@ def row(model, policy, budget, size, lost, **changes):
     """A finished cell whose 16 samples, two of each file, lose `lost` over the full cache's."""
     values = [2.0 + index / 8 + lost + (NOISE[index] if lost else 0.0) for index in range(16)]
     row = plain_row(policy, budget, values, key=f"{model} {policy} {budget}", model=model, method=f"{model}, {policy}")
-    row |= {"learned": model.startswith("merge"), "model_key": model, "reference": "control", "provenance": {}}
+    row |= {"learned": model.startswith("merge"), "reference": "control", "provenance": {}}
     row |= {"achieved_ratio": 1100 / size, "mean_achieved_ratio": 1000 / size, "mean_bytes_allocated_per_token": size}
     row |= {"contexts": [index // 2 for index in range(16)], "mean_tokens": 512.0}
     row |= {"metrics": row["metrics"] | {"far_loss": 3.0}, "requested_ratio": float(budget or 1)}
@@ -218,7 +218,7 @@ def test_nothing_is_compared_across_settings_samples_or_models():
     full = plain_row("full", None, [1.0], key="4")
     assert lost([new, full]) == 1.0
     assert lost([new, {**full, "model": "another"}]) is None
-    assert lost([new, {**full, "task_key": "old"}]) is None
+    assert lost([new, {**full, "settings": {"task": {"digits": 4}}}]) is None
     assert lost([new, {**full, "samples_key": "others"}]) is None
     gates = plain_row("full", None, [3.0], learned=True, model="small", key="5")
     control = {**full, "model": "control", "sample_values": [1.5], "key": "6"}

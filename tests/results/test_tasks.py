@@ -23,7 +23,6 @@ from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
 from dmc.results.compare import memory_of
 from dmc.results.grid import plan_tasks
-from dmc.results.identity import identity_of
 from dmc.results.tasks import (
     Breakdown,
     FactRecall,
@@ -489,7 +488,6 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
-        (lambda _: identity_of(TextLoss(TextSource("absent.txt"))), "absent"),
     ],
 )
 def test_bad_settings_are_refused_with_what_was_expected(build, message, tokenizer):

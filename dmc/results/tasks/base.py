@@ -56,7 +56,7 @@ Depths = Annotated[Sequence[Share], Field(min_length=1)]
 class Task(Protocol):
     """Interface of a quality measurement, during which memory is measured too; configured by `configs/task/*.yaml`.
 
-    A dataclass whose options, documents and own code define its samples, see `dmc.results.identity`.
+    A dataclass: its options are the settings in its rows.
     """
 
     main_metric: str
