@@ -86,7 +86,7 @@ def compare(
         The tables, and the names of the written files.
     Raises:
         ValueError, FileNotFoundError, ImportError: see `plan_grid`; nothing has been written.
-        ArithmeticError: cells failed, or have figures that are not finite; the tables are written and printed.
+        ArithmeticError: cells failed, or have metrics that are not finite; the tables are written and printed.
     """
     planned, folder = plan_grid(config, configs), Path(config.output)
     store = Store(folder / "cells.jsonl")
@@ -209,10 +209,10 @@ def failure(error: Exception) -> Row:
     """Return a row with the error in one line and its place; memory held by its frames is released."""
     text = " ".join(str(error).split())
     where = traceback.format_exception(error, limit=-8)
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     return {
         "status": FAILED,
         "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
@@ -234,9 +234,9 @@ def checked(row: Row) -> Row:
 def failed_cells(rows: Sequence[Row]) -> str:
     """Return a message about the cells without finite metrics; empty if there are none."""
     failed, wrong = (sum(row["status"] == status for row in rows) for status in (FAILED, NOT_FINITE))
-    told = [f"{failed} of {len(rows)} cells failed; start it again to try them again"] if failed else []
-    told += [f"{wrong} of {len(rows)} cells have figures that are not finite"] if wrong else []
-    return "; ".join(told)
+    message = [f"{failed} of {len(rows)} cells failed; run the same command again to repeat them"] if failed else []
+    message += [f"{wrong} of {len(rows)} cells have metrics that are not finite"] if wrong else []
+    return "; ".join(message)
 
 
 def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
@@ -281,8 +281,8 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
 def _sketch(samples: list[Sample], size: int) -> list[Sample]:
     """Choose a batch of samples from all over a task, in runs of neighbors, which often share a context."""
     run = max(1, size // SKETCH_RUNS)
-    starts = [run * each for each in spread(SKETCH_RUNS, len(samples) // run)]
-    return [each for start in starts for each in samples[start : start + run]]
+    starts = [run * part for part in spread(SKETCH_RUNS, len(samples) // run)]
+    return [sample for start in starts for sample in samples[start : start + run]]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
@@ -294,17 +294,17 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
-    values = {name: [each.metrics[name] for each in results] for name in results[0].metrics}
-    contexts = [[number] if each.context is None else each.context for number, each in enumerate(samples)]
+    values = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
+    contexts = [[number] if sample.context is None else sample.context for number, sample in enumerate(samples)]
     return {
-        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
+        "metrics": {name: statistics.fmean(numbers) for name, numbers in values.items()},
         "sample_values": values.pop(task.main_metric, []),
         "samples_by_metric": values,
-        "contexts": contexts if any(each.context is not None for each in samples) else [],
+        "contexts": contexts if any(sample.context is not None for sample in samples) else [],
         "samples": len(results),
-        "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
+        "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
         **by_coordinates(results),
-    }, [each.stats for each in results]
+    }, [result.stats for result in results]
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
@@ -319,19 +319,19 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
     layers, kv_heads = stats[0].slots.shape
     requested = {}
     if budget is not None and budget.tokens is not None:
-        asked = [_allowed(each, budget.tokens) for each in stats]
-        requested = {"requested_ratio": sum(each.mean_tokens_seen for each in stats) / sum(asked)}
-    tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
-    mean_tokens = sum(each.mean_tokens_seen for each in stats)
-    mean_slots = sum(float(each.mean_slots.sum()) for each in stats)
+        asked = [_allowed(stat, budget.tokens) for stat in stats]
+        requested = {"requested_ratio": sum(stat.mean_tokens_seen for stat in stats) / sum(asked)}
+    tokens, slots = sum(stat.tokens_seen for stat in stats), torch.stack([stat.slots for stat in stats]).sum(0)
+    mean_tokens = sum(stat.mean_tokens_seen for stat in stats)
+    mean_slots = sum(float(stat.mean_slots.sum()) for stat in stats)
     return requested | {
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
         "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
-        "bytes_allocated_per_token": sum(each.bytes_allocated for each in stats) / tokens,
+        "bytes_allocated_per_token": sum(stat.bytes_allocated for stat in stats) / tokens,
         "mean_tokens": mean_tokens / len(stats),
         "mean_achieved_ratio": mean_tokens * layers * kv_heads / max(mean_slots, 1e-9),
-        "mean_bytes_allocated_per_token": sum(each.mean_bytes_allocated for each in stats) / mean_tokens,
-        "peak_bytes_allocated": max(each.peak_bytes_allocated for each in stats),
+        "mean_bytes_allocated_per_token": sum(stat.mean_bytes_allocated for stat in stats) / mean_tokens,
+        "peak_bytes_allocated": max(stat.peak_bytes_allocated for stat in stats),
     }
 
 
@@ -339,7 +339,7 @@ def _allowed(stats: GenerationStats, tokens: int) -> float:
     """Average a fixed budget's entries over the predicted positions, which end at the last token seen."""
     last = stats.tokens_seen
     seen = range(round(2 * stats.mean_tokens_seen) - last, last + 1)
-    return statistics.fmean(min(tokens, each) for each in seen)
+    return statistics.fmean(min(tokens, tokens_seen) for tokens_seen in seen)
 
 
 def device_name(model: Any) -> str:

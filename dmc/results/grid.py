@@ -77,7 +77,9 @@ class CompareConfig:
     output: OutputFolder = "outputs/compare"
 
     def __post_init__(self) -> None:
-        variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
+        variants = [
+            model["variant"] for model in self.models.values() if isinstance(model, dict) and model.get("variant")
+        ]
         if self.reference is not None and self.reference not in (*self.models, *variants):
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
 
@@ -282,9 +284,9 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
             is_ours = not isinstance(entry, dict) or bool({"like", "_target_"} & {*entry})
         (ours if is_ours else theirs).append(entry)
     asked: dict[str, dict[str, Any]] = {}
-    for name, each in named_settings(ours, configs / "task", "tasks").items():
-        both = get_args(Question) if each.get("question") == "both" else ()
-        asked |= {f"{name}:{question}": each | {"question": question} for question in both} or {name: each}
+    for name, settings in named_settings(ours, configs / "task", "tasks").items():
+        both = get_args(Question) if settings.get("question") == "both" else ()
+        asked |= {f"{name}:{question}": settings | {"question": question} for question in both} or {name: settings}
     found = []
     for name, settings in asked.items():
         task: Task = instantiate(settings, f"tasks.{name}")
@@ -301,7 +303,7 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
     if theirs:
         benchmarks = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, known).items()
         found += [PlannedTask(name, task, task.row_settings, task.row(name)) for name, task in benchmarks]
-    names = [each.name for each in found]
+    names = [task.name for task in found]
     for twice in {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tasks: {twice!r} is there twice; give one of them another name")
     return found
@@ -323,14 +325,14 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
     found: dict[str, dict[str, Any]] = {}
     for index, entry in enumerate(entries):
         where = f"{setting}[{index}]"
-        own = {"name": entry, "like": entry} if isinstance(entry, str) else entry
-        if not isinstance(own, dict) or "name" not in own or ("like" in own) == ("_target_" in own):
+        given = {"name": entry, "like": entry} if isinstance(entry, str) else entry
+        if not isinstance(given, dict) or "name" not in given or ("like" in given) == ("_target_" in given):
             raise ValueError(f"{where}={entry!r}: expected a name, or a mapping with name and either _target_ or like")
-        settings = _read(own["like"], folder, where) if "like" in own else {}
-        settings |= {key: value for key, value in own.items() if key not in ("name", "like")}
-        if own["name"] in found:
-            raise ValueError(f"{where}: {own['name']!r} is there twice; give one of them another name")
-        found[own["name"]] = settings
+        settings = _read(given["like"], folder, where) if "like" in given else {}
+        settings |= {key: value for key, value in given.items() if key not in ("name", "like")}
+        if given["name"] in found:
+            raise ValueError(f"{where}: {given['name']!r} is there twice; give one of them another name")
+        found[given["name"]] = settings
     return found
 
 

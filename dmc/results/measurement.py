@@ -152,19 +152,19 @@ def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **f
 
 def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
     """Make a table of the measurements of finished rows, whole tasks first, each row's main metric first."""
-    shared, whole, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
+    shared, of_tasks, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
     for number, row in enumerate(rows):
         shared.append(_shared(row))
-        whole += [{"row": number, **line} for line in _whole(row)]
+        of_tasks += [{"row": number, **line} for line in _whole(row)]
         tables = [value for name, value in row.items() if name.startswith("by_")]
         if heads := row.get("head_ratios"):
             of_heads = {"layer": range(len(heads)), "head": range(len(heads[0])), "samples": 1}
             tables.append(of_heads | {"compression_ratio": heads})
-        places += [pandas.DataFrame({"row": number, **lines}) for each in tables for lines in _at_places(each)]
+        places += [pandas.DataFrame({"row": number, **lines}) for table in tables for lines in _at_places(table)]
     names = [*Measurement.__annotations__, "folder", *COORDINATES]
-    if not whole and not places:
+    if not of_tasks and not places:
         return pandas.DataFrame(columns=names).astype(TYPES)
-    lines = pandas.concat([pandas.DataFrame(whole), *places], ignore_index=True)
+    lines = pandas.concat([pandas.DataFrame(of_tasks), *places], ignore_index=True)
     frame = lines.join(pandas.DataFrame(shared, dtype=object), on="row")  # of objects: None stays None
     metric, main = frame["metric"].astype(str), frame.pop("main_metric")
     frame["is_main"] = (metric == main) | main.isna()

@@ -79,7 +79,7 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
     folder = Path(model.path).expanduser()
     if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
-        beside = (str(each) for each in folder.parent.glob("*") if each.is_dir())
+        beside = (str(other) for other in folder.parent.glob("*") if other.is_dir())
         raise ValueError(f"{where}: there is no folder {model.path}; {suggest(folder, beside)}")
     try:
         values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)

@@ -178,10 +178,12 @@ def refuse_other_settings(rows: Iterable[Row], store: Store) -> None:
     for row in rows:
         if (other := finished.get(row["key"])) is None:
             continue
-        asked, found = (flattened(json.loads(json.dumps(each.get("settings") or {}))) for each in (row, other))
+        asked, found = (flattened(json.loads(json.dumps(known.get("settings") or {}))) for known in (row, other))
         for name in dict.fromkeys([*asked, *found]):
             if name not in asked or name not in found or asked[name] != found[name]:
-                now, before = (text_of(each[name]) if name in each else "not set" for each in (asked, found))
+                now, before = (
+                    text_of(settings[name]) if name in settings else "not set" for settings in (asked, found)
+                )
                 raise ValueError(
                     f"{store.path} has {row['key']} with {name}={before}, not {now}: give overwrite=true to measure it "
                     "again, or another output"

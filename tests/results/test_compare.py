@@ -157,10 +157,10 @@ def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_ta
     models = f"models={{broken: broken, wrong: wrong, base: {folders.stock}}}"
     for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
         ended = run_script("compare.py", models, "policies=[full]", f"tasks=[{task}]", "output=out")
-        assert ended.startswith("error: 1 of 3 cells failed; ") and "; 1 of 3 cells have figures that are not" in ended
+        assert ended.startswith("error: 1 of 3 cells failed; ") and "; 1 of 3 cells have metrics that are not" in ended
         told = capsys.readouterr()
         assert f"3 cells, {finished} finished before" in told.err
-        assert "not finite, left out of the figures: wrong, full, text: loss is nan" in told.out
+        assert "not finite, in no table or plot: wrong, full, text: loss is nan" in told.out
         assert "failed: broken, full, text: " in told.out
         assert "| base, full |" in told.out and "| wrong, full |" not in told.out
 
@@ -192,7 +192,7 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_pat
     rows = [checked(plain_row(name, "4", each, **PROVENANCE)) for name, each in values.items()]
     assert [row["status"] for row in rows] == ["done", "not finite"]
     findings = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
-    assert findings.untold == [f"not finite, left out of the figures: base, bad, CR 4, text: loss is {value}"]
+    assert findings.problems == [f"not finite, in no table or plot: base, bad, CR 4, text: loss is {value}"]
     assert list(findings.summary["name"]) == ["h2o"]
     write_page(findings, tmp_path / "page")
     with pytest.raises(TypeError, match="not JSON serializable"):

@@ -143,7 +143,7 @@ def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show
     error = numpy.std(right, ddof=1) / 4
     assert summarize(to_frame(rows))["value_error"][1] == pytest.approx(error)  # the jackknife's, no bound
     (h2o,) = [line for line in table.splitlines() if line.startswith("| one, h2o |")]
-    assert "| +0.0000 ± 0.0000 | no significant loss; calling it as good takes 150 texts |" in h2o
+    assert "| +0.0000 ± 0.0000 | no loss seen; calling it as good needs 150 texts |" in h2o
 
 
 def test_a_model_that_is_measured_again_counts_once_by_its_newest_row():
