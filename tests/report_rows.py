@@ -13,11 +13,8 @@ from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-POLICIES = (
-    *("local_window", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "lava", "cake", "vatp"),
-    *("roco", "cam", "d2o", "quest"),
-)
-PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "pyramidkv", "ada_snapkv", "lava"), ("quest",), ("ada_snapkv", "lava")
+POLICIES = ("streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "cam", "d2o", "quest")
+PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "ada_snapkv"), ("quest",), ("ada_snapkv",)
 LENGTHS, DEPTHS = [512, 1024, 2048, 4096], [0.0, 0.25, 0.5, 0.75, 1.0]
 PROVENANCE = {
     "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
@@ -94,7 +91,7 @@ def _needles(lost):
 
 
 def compare_grid():
-    """Return 14 methods at 3 budgets on 2 tasks, the full cache, a retrofit, one far outlier and one failure."""
+    """Return 8 methods at 3 budgets on 2 tasks, the full cache, a retrofit, one far outlier and one failure."""
     rows = []
     for task in ("loss", "needle"):
         rows.append(compare_row("full", task=task))

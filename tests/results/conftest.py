@@ -89,7 +89,7 @@ def offline_lm_eval(monkeypatch):
 
 @pytest.fixture(scope="session")
 def grid_page(tmp_path_factory):
-    """A report of the synthetic grid of 14 methods and of a benchmark."""
+    """A report of the synthetic grid of 8 methods and of a benchmark."""
     folder = tmp_path_factory.mktemp("grid")
     cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
     speeds = write_rows(benchmark_rows(), folder / "speeds" / "cells.jsonl")

@@ -107,7 +107,7 @@ def test_plots_and_data_lie_beside_the_page(grid_page):
     assert len(ids) == len(set(ids))  # of all drawings together
     with (folder / "results.csv").open() as file:
         assert [float(line["value"]) for line in csv.DictReader(file)] == list(findings.summary["value"])
-    assert all(words in text for words in verdicts_of(findings.summary)) and len(findings.summary) == 87
+    assert all(words in text for words in verdicts_of(findings.summary)) and len(findings.summary) == 51
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text
     assert "failed: base, tova, CR 8, needle: ValueError: a budget of 1 entry has no room for the newest token" in text
