@@ -254,7 +254,7 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def loads_of(rows: Sequence[Row]) -> pandas.DataFrame:
-    """Make one line of each load of a server at a rate, or at saturation (no rate); crowds are left out."""
+    """Make one line of each load of a server at a rate, or at saturation (no rate)."""
     found = [
         (row["model"], (row.get("coordinates") or {}).get("rate"), row["metrics"]["tokens_per_second"],
          row["metrics"]["request_seconds_p95"])
