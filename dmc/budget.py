@@ -24,7 +24,7 @@ def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_s
     return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
 
 
-def whole(share: float) -> int:
+def rounded_down(share: float) -> int:
     """Round a share down, but to the nearest integer within rounding errors (33 / 1.1 is 29.999999999999996)."""
     return math.floor(share + 1e-9)
 
@@ -58,4 +58,4 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.ratio is not None
-        return max(1, whole(num_tokens / self.ratio))
+        return max(1, rounded_down(num_tokens / self.ratio))

@@ -110,11 +110,11 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
         documents = Documents.from_starts(starts[rows]) if config.training.document_masking else None
         loss = module.loss_at(step, {"input_ids": texts[rows], "position": rows.tolist(), "documents": documents})
         loss.backward()
-        ranks, found = Ranks.all(), {"loss": Ranks.all().averaged(loss.detach())}
+        ranks, found = Ranks.world(), {"loss": Ranks.world().all_reduce(loss.detach(), "avg")}
         for key, parameter in model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, key
-            found[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else ranks.averaged(gradient)
+            found[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else ranks.all_reduce(gradient, "avg")
         if rank == 0:
             torch.save(found, out / f"{name}.pt")
 

@@ -44,11 +44,14 @@ assert tokens(stock, kernels="foo").token_ids == expected and calls
 """
 
 
-def test_a_family_and_a_backend_are_one_file_each(tmp_path):
+def test_a_family_is_a_line_and_a_backend_a_file(tmp_path):
     shutil.copytree(ROOT / "dmc", tmp_path / "dmc", ignore=shutil.ignore_patterns("__pycache__", "demo_models"))
-    for section, file in (("A model family", "models/foo.py"), ("A kernel backend", "kernels/foo.py")):
-        text = PAGES[ROOT / "docs" / "extending.md"].split(f"## {section}\n")[1]
-        (tmp_path / "dmc" / file).write_text(re.search(r"```python\n(.*?)```", text, flags=re.S)[1])
+    page = PAGES[ROOT / "docs" / "extending.md"]
+    line = re.search(r"`(Family\(.*?\),)`", page)[1]
+    table = tmp_path / "dmc/models/families.py"
+    table.write_text(table.read_text().replace("TABLE = (\n", f"TABLE = (\n    {line}\n"))
+    backend = page.split("## A kernel backend\n")[1]
+    (tmp_path / "dmc/kernels/foo.py").write_text(re.search(r"```python\n(.*?)```", backend, flags=re.S)[1])
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,7 @@ ALLOWED = {
     "models": {"compression", "ranks", "files"},
     "policies": {"kernels", "compression", "budget", "config"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
-    "data": {"config", "files"},
+    "data": {"config", "files", "ranks"},
     "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "claims", "files"},
     "training": {
         *("models", "compression", "data", "results", "budget", "config", "ranks", "claims", "files", "checksums"),
@@ -47,6 +47,8 @@ ALLOWED = {
     },
     "__init__": {"models", "runtime", "compression", "policies", "kernels", "budget"},
 }
+LAZY = {"dmc/models/modeling.py": {"runtime"}}
+"""Imports inside functions, against the arrows: the cache of `generate`, which a model makes when it is called."""
 CORE = "budget ranks files compression models kernels policies runtime __init__".split()
 FORBIDDEN_IN_CORE = """
 lightning pytorch_lightning hydra omegaconf datasets wandb deepspeed matplotlib lm_eval accelerate fastapi
@@ -56,7 +58,7 @@ SOURCES = sorted((ROOT / "dmc").rglob("*.py"))
 
 
 def part_of(path):
-    """Name the part of the house a file belongs to: dmc/models/llama.py is of `models`."""
+    """Name the part of the house a file belongs to: dmc/models/build.py is of `models`."""
     return path.relative_to(ROOT / "dmc").parts[0].removesuffix(".py")
 
 
@@ -108,7 +110,8 @@ def test_every_import_follows_an_arrow(path):
     imported = parts_imported(path) - {part}
     if part == "__init__":
         imported.discard("dmc")
-    assert imported <= ALLOWED[part], f"{path.relative_to(ROOT)} imports {sorted(imported - ALLOWED[part])}"
+    allowed = ALLOWED[part] | LAZY.get(str(path.relative_to(ROOT)), set())
+    assert imported <= allowed, f"{path.relative_to(ROOT)} imports {sorted(imported - allowed)}"
 
 
 def test_arrows_never_turn_back():
@@ -170,7 +173,7 @@ def test_the_reader_of_imports_sees_every_form(source, expected, monkeypatch):
 
 
 def test_core_serves_where_only_torch_and_transformers_are_installed():
-    """Nor are these imported before they are used; the first import of transformers brings the families."""
+    """And `import dmc` alone brings the families to the Auto* classes."""
     program = f"""
     import sys
 
@@ -187,7 +190,6 @@ def test_core_serves_where_only_torch_and_transformers_are_installed():
 
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     import dmc
-    assert not {{"torch", "transformers"}} & sys.modules.keys()
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
     assert AutoConfig.for_model("dmc_llama", compression={{"action": "drop", "delay": 4}}).compression["delay"] == 4
 

@@ -14,7 +14,7 @@ def act_and_wait(act):
 
     def wait(rank):
         try:
-            Ranks(rank, 2).while_others_wait("export", lambda: act(events), store)
+            Ranks(rank, 2).run_on_first("export", lambda: act(events), store)
             events.append(f"{rank} goes on")
         except OSError as error:
             events.append(f"{rank} {type(error).__name__}: {error}")
@@ -41,4 +41,4 @@ def test_what_fails_on_the_first_rank_ends_all():
 
 def test_a_process_alone_acts():
     with pytest.raises(ZeroDivisionError):
-        Ranks.all().while_others_wait("export", lambda: print(1 // 0))
+        Ranks.world().run_on_first("export", lambda: print(1 // 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 
 from dmc.compression import CompressionConfig
@@ -12,7 +13,7 @@ from dmc.config import build_config
 from dmc.models import load_model, retrofit
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
-from dmc.results.load import LoadConfig, report_load
+from dmc.results.load import LoadConfig, run_load
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
@@ -21,7 +22,10 @@ def benchmark(values: dict[str, Any]) -> str:
     """Measure what the settings name, and return the report."""
     server, load = values.pop("server"), values.pop("load")
     if server is not None:
-        return report_load(build_config(LoadConfig, {"server": server, "output": values["output"], **load}))
+        store = Store(Path(values["output"]) / "cells.jsonl")
+        rows = run_load(build_config(LoadConfig, {"server": server, **load}), store.append)
+        table = pandas.DataFrame({row["method"]: row["metrics"] for row in rows})
+        return str(table.to_string(float_format=lambda value: f"{value:.4g}"))
     config = build_config(BenchmarkConfig, values)
     folder, keys = Path(config.output), []
     for row in run_benchmark(config, *_models(config)):

@@ -6,6 +6,7 @@ They answer questions about facts in a compressed text, and predict text after a
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from dmc.data.config import FactsConfig
@@ -17,6 +18,7 @@ from dmc.results.measurement import FULL
 from dmc.results.report import read_folders, write_page
 from dmc.runtime import Engine, SamplingParams
 from dmc.training.config import RunConfig
+from dmc.training.export import is_final
 from dmc.training.run import train
 
 NUM_TOGETHER = 32
@@ -38,11 +40,12 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         configs: folder of policies and tasks.
     """
     start, models = time.perf_counter(), dict[str, Path]()
+    was_trained = all(is_final(Path(config.output_dir) / "final") for config in (base, control, retrofit))
     for number, (name, config) in enumerate({"base": base, CONTROL: control, RETROFIT: retrofit}.items(), start=1):
         print(f"[{number}/4] {name}: {config.output_dir}, after {time.perf_counter() - start:.0f} s", flush=True)
         models[name] = train(config).final
     print(f"[4/4] measure the exported models, after {time.perf_counter() - start:.0f} s", flush=True)
-    grid = grid_of(models, retrofit, folder)
+    grid = replace(grid_of(models, retrofit, folder), overwrite=not was_trained)
     table = compare(grid, configs, load_with_tokenizer, only_own=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", "Quickstart: a tiny Llama, retrofitted")

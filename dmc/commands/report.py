@@ -88,6 +88,7 @@ def _row_of(name: str, record: Mapping[str, Any]) -> Row:
     figures |= {"higher_is_better": False, "achieved_ratio": metrics[f"{prefix}achieved_ratio"]}
     if compression is not None:
         figures |= {"learned": True, "requested_ratio": compression["target_ratio"]}
+        figures["target_counts"] = compression.get("target_counts")
     return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)
 
 

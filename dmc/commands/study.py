@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 from tqdm import tqdm
 
 from dmc.config.instantiate import instantiate
@@ -58,6 +58,8 @@ class StudyConfig:
     only: list[str] | None = None
     """Names of the runs to train now; None: all."""
     engine: EngineSettings = field(default_factory=EngineSettings)
+    overwrite: StrictBool = False
+    """Whether finished measurements are done again."""
     output: OutputFolder = "outputs/study"
 
     def __post_init__(self) -> None:
@@ -187,7 +189,7 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     budgets = [each for each, name in whose if not name or share_of(name) is not None or name in there]
     grid = CompareConfig(
         models, config.policies, config.tasks, budgets, config.engine, reference=CONTROL,
-        output=str(Path(config.output) / "compare"),
+        overwrite=config.overwrite, output=str(Path(config.output) / "compare"),
     )  # fmt: skip
     return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_own=True)
 

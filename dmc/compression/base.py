@@ -209,7 +209,7 @@ class GateTrace:
         return self._stacked(self.logits)
 
     def _stacked(self, of_layers: dict[int, Tensor]) -> Tensor:
-        return self.ranks.join(torch.stack([of_layers[index] for index in sorted(of_layers)]), dim=2)
+        return self.ranks.all_gather(torch.stack([of_layers[index] for index in sorted(of_layers)]), dim=2)
 
 
 class CompressedCache(Protocol):

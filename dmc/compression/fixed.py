@@ -13,7 +13,7 @@ def fixed_decisions(positions: Tensor, ratio: float) -> Tensor:
 
     Args:
         positions: position t of each token in its sequence or document, int64, any shape.
-        ratio: compression ratio CR >= 1, whole or not.
+        ratio: compression ratio CR >= 1, an integer or not.
     Returns:
         bool, shape of `positions`.
     """

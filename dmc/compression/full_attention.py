@@ -65,8 +65,8 @@ def refuse_other_attention(config: Any) -> None:
                 "than max_position_embeddings"
             )
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
-        if (rope_type := each.get("rope_type", "default")) not in POSITION_FREE_ROPE:
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
+        if (rope_type := rope.get("rope_type", "default")) not in POSITION_FREE_ROPE:
             raise NotImplementedError(
                 f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot "
                 f"follow; expected one of {', '.join(POSITION_FREE_ROPE)}"

@@ -115,7 +115,7 @@ class Compressor:
             scale = self.neuron_scale(0.0, key)
             query, key = query * scale, key * scale
         query = self.without_decision(query, key.shape[1])
-        of_heads = (each.expand(key.shape[:-1]) for each in (logits, alpha, log_append, omega))
+        of_heads = (values.expand(key.shape[:-1]) for values in (logits, alpha, log_append, omega))
         return GateOutput(query, key, *of_heads)
 
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
@@ -146,12 +146,12 @@ class Compressor:
             read.append((decision, torch.zeros_like(decision)))
         if adapted is not None:
             read.append((adapted[:, 0].float(), adapted[:, 1].float()))
-        decision, importance = (functools.reduce(torch.add, each) for each in zip(*read, strict=True))
+        decision, importance = (functools.reduce(torch.add, logits) for logits in zip(*read, strict=True))
         if self.config.decision_scale != 1:
             decision = self.config.decision_scale * decision
         logits = decision - self.config.decision_offset
         if self.config.decisions == "per_layer":
-            both = self.ranks.summed(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
+            both = self.ranks.all_reduce(torch.stack((logits, importance)).mean(2, keepdim=True)) / self.ranks.size
             logits, importance = both.unbind()
         return logits, importance
 

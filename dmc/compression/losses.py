@@ -16,7 +16,7 @@ HeadAgreement = Literal["mean", "ratio"]
 def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = None) -> Tensor:
     """Return the share of tokens that each KV head holds after the last token: slots / tokens.
 
-    The last `delay` tokens are raw and count whole: (min(n, W) + sum_{t < n - W} (1 - alpha_t)) / n. The first token of
+    The last `delay` tokens are raw and all count: (min(n, W) + sum_{t < n - W} (1 - alpha_t)) / n. The first token of
     a sequence is always appended and counts as alpha = 0.
 
     Args:

@@ -56,7 +56,7 @@ def sample_decisions(
         noise = logistic_noise(logits.shape, logits.device, generator)
     else:
         shape = torch.Size((logits.shape[1] * ranks.size, logits.shape[2]))
-        noise = torch.stack([ranks.own(logistic_noise(shape, logits.device, row), 0) for row in generator])
+        noise = torch.stack([ranks.chunk(logistic_noise(shape, logits.device, row), 0) for row in generator])
     noised = (logits.float() + noise) / temperature
     return torch.sigmoid(noised), noised
 

@@ -11,7 +11,7 @@ from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.facts import FactSequences, FactWriter
 from dmc.data.hub import local_copy, once
 from dmc.data.megatron import MegatronSource
-from dmc.data.order import Blend, OrderedDataset, ResumableOrder
+from dmc.data.order import Blend, Positions, Shuffled
 from dmc.data.packing import PackedTokens
 from dmc.data.sources import DocumentSource
 from dmc.data.streaming import StreamLoader
@@ -25,10 +25,10 @@ __all__ = [
     "FactWriter",
     "Framing",
     "MegatronSource",
-    "OrderedDataset",
     "PackageSource",
     "PackedTokens",
-    "ResumableOrder",
+    "Positions",
+    "Shuffled",
     "StandardLibrarySource",
     "StreamLoader",
     "TextSource",

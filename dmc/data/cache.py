@@ -1,6 +1,6 @@
 """Sources tokenized once into a folder, by `datasets`, and opened as packed sequences.
 
-A corpus is written beside its folder and renamed when it is whole. One process builds it, others wait for it.
+A corpus is written beside its folder and renamed when it is complete. One process builds it, others wait for it.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def build_packed(
     sources = list(sources) if isinstance(sources, Iterable) else [sources]
     encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
     cached = [_Cache(source, encoder, Path(cache_folder)) for source in sources]
-    for each in cached:
-        each.check()
+    for cache in cached:
+        cache.check()
     options = {"loss_mask": any(source.has_loss_mask for source in sources), "document_starts": document_starts}
-    tables = [each.open(tokenize_num_proc or available_cores()) for each in cached]
+    tables = [cache.open(tokenize_num_proc or available_cores()) for cache in cached]
     packed = [PackedTokens(table, sequence_length, **options) for table in tables]
     return packed[0] if len(packed) == 1 else Blend(packed, [source.weight for source in sources], seed)
 
@@ -149,16 +149,16 @@ class _Cache:
                 desc=f"Tokenizing {self.source.label}",
             )
             self._check_refused(tokens)
-            shutil.rmtree(beside / "whole", ignore_errors=True)
-            tokens.save_to_disk(str(beside / "whole"))
-        os.replace(beside / "whole", self.folder)
+            shutil.rmtree(beside / "finished", ignore_errors=True)
+            tokens.save_to_disk(str(beside / "finished"))
+        os.replace(beside / "finished", self.folder)
         del tokens  # it maps the files that go now
         shutil.rmtree(beside, ignore_errors=True)
         table = TokenTable(partial(_open_folder, self.folder))
         if table.num_skipped:
             lacks = "an answer, or refused" if self.source.has_loss_mask else "text or not in utf-8"
-            told = self.source.label, table.num_skipped, lacks, table.num_documents
-            logger.warning("%s: skipped %d documents without %s, kept %d.", *told)
+            counts = table.num_skipped, lacks, table.num_documents
+            logger.warning("%s: skipped %d documents without %s, kept %d.", self.source.label, *counts)
 
     def _features(self) -> datasets.Features:
         framing = self.encoder.framing

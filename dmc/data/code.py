@@ -95,20 +95,20 @@ class StandardLibrarySource(CodeSource):
 
     def files(self) -> list[tuple[str, Path]]:
         """See `CodeSource`; fewer than 100 files are no usable corpus."""
-        found: list[tuple[str, Path]] = []
+        files: list[tuple[str, Path]] = []
         for parent, folders, names in os.walk(self._root):
             # Pruned here: site-packages below the library may hold ten times its files.
             folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS and not name.startswith("config-")]
             for name in names:
                 if name.endswith(".py") and name not in _EXCLUDED_FILES and not name.startswith("_sysconfigdata"):
                     path = Path(parent, name)
-                    found.append((path.relative_to(self._root).as_posix(), path))
-        if len(found) < _MIN_FILES:
+                    files.append((path.relative_to(self._root).as_posix(), path))
+        if len(files) < _MIN_FILES:
             raise FileNotFoundError(
-                f"Found {len(found)} standard-library files in {self._root}, expected at least {_MIN_FILES}: this "
+                f"Found {len(files)} standard-library files in {self._root}, expected at least {_MIN_FILES}: this "
                 "Python comes without its sources. Use text files of your own: TextSource(name='corpus/*.txt')."
             )
-        return sorted((name, path) for name, path in found if split_of(name) == self.split)
+        return sorted((name, path) for name, path in files if split_of(name) == self.split)
 
     def description(self) -> dict[str, Any]:
         """Return the Python version and the files' names, sizes and times."""
@@ -138,18 +138,18 @@ class PackageSource(CodeSource):
 
     def files(self) -> list[tuple[str, Path]]:
         """See `CodeSource`; names begin with the package's, and tests are left out."""
-        found: list[tuple[str, Path]] = []
+        files: list[tuple[str, Path]] = []
         for root in map(_folder_of, self.packages):
             for path in root.rglob("*.py"):
                 name = path.relative_to(root.parent)
                 if not (_TESTS | {"testing"}).intersection(name.parts) and split_of(name.as_posix()) == self.split:
-                    found.append((name.as_posix(), path))
-        return sorted(found)
+                    files.append((name.as_posix(), path))
+        return sorted(files)
 
     def description(self) -> dict[str, Any]:
         """Return the packages' versions and the files' names, sizes and times."""
         stamps = [[name, *file_stamps([path])[0][1:]] for name, path in self.files()]
-        return {"packages": {each: _version_of(each) for each in self.packages}, "split": self.split, "stamps": stamps}
+        return {"packages": {name: _version_of(name) for name in self.packages}, "split": self.split, "stamps": stamps}
 
 
 def _folder_of(package: str) -> Path:

@@ -84,15 +84,15 @@ class DocumentEncoder:
         Raises:
             ValueError: the tokenizer has no chat template, or does not return the offsets of tokens.
         """
-        found = [self._chat(each) if isinstance(each, list) else EMPTY for each in documents]
+        encoded = [self._chat(document) if isinstance(document, list) else EMPTY for document in documents]
         texts = {number: text for number, text in enumerate(documents) if isinstance(text, str) and _is_text(text)}
         for number, token_ids in zip(texts, encode_documents(self.tokenizer, list(texts.values())), strict=True):
             if token_ids:
-                found[number] = self._framed(token_ids)
+                encoded[number] = self._framed(token_ids)
         for number, pair in enumerate(documents):
             if isinstance(pair, tuple) and all(map(_is_text, pair)):
-                found[number] = self._pair(*pair)
-        return found
+                encoded[number] = self._pair(*pair)
+        return encoded
 
     def _framed(self, token_ids: Sequence[int]) -> Encoded:
         return Encoded(np.array([*self.framing.begin, *token_ids, self.framing.end], dtype=np.int32))
@@ -104,10 +104,10 @@ class DocumentEncoder:
         return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
 
     def _chat(self, messages: Chat) -> Encoded:
-        if not all(isinstance(each, dict) for each in messages):
+        if not all(isinstance(message, dict) for message in messages):
             return dataclasses.replace(EMPTY, refusal="a message is no mapping of role and content")
-        messages = [{key: value for key, value in each.items() if value is not None} for each in messages]
-        if not any(each.get("role") == "assistant" for each in messages):
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if not any(message.get("role") == "assistant" for message in messages):
             return EMPTY
         template = self.tokenizer.chat_template
         if template is None:
@@ -129,7 +129,7 @@ class DocumentEncoder:
 
     def _marked(self, messages: Chat) -> tuple[list[int], list[bool]]:
         encoded = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]]
+        return list(encoded["input_ids"]), [bool(learned) for learned in encoded["assistant_masks"]]
 
     def _found(self, messages: Chat) -> tuple[list[int], list[bool]]:
         """Find the assistant's turns in the rendered chat, of which the template may have left out or added parts."""
@@ -146,8 +146,8 @@ class DocumentEncoder:
         A turn begins behind the template's header. A mark in the text, rendered along with it, tells where it ends.
         """
         header, footer = self._turn
-        marked = [{**each, "content": _with_mark(each["content"], n)} if _says(each) else each
-                  for n, each in enumerate(messages)]  # fmt: skip
+        marked = [{**message, "content": _with_mark(message["content"], n)} if _says(message) else message
+                  for n, message in enumerate(messages)]  # fmt: skip
         text, ends = "", {}
         for place, piece in enumerate(_MARKS.split(self._render(marked))):
             if place % 2:
@@ -178,14 +178,14 @@ class DocumentEncoder:
         """The template's text before and after what the assistant says, taken from chats that are made up."""
         asked, answered, again = "\ufdd0q", "\ufdd0a", "\ufdd0f"  # as in no template
         user, assistant = {"role": "user", "content": asked}, {"role": "assistant", "content": answered}
-        alone, prompted = (self._render([user], add_generation_prompt=each) for each in (False, True))
+        alone, prompted = (self._render([user], add_generation_prompt=prompts) for prompts in (False, True))
         short = self._render([user, assistant])
         long = self._render([user, assistant, {"role": "user", "content": again}])
         behind_user = alone.rpartition(asked)[2]
         between = [text.rpartition(asked)[2].rpartition(answered)[0] for text in (short, long)]
-        whole = _common_start(*between, prompted.rpartition(asked)[2])
-        header = whole.removeprefix(_common_start(whole, behind_user))
-        header = header if header.strip() else whole
+        opening = _common_start(*between, prompted.rpartition(asked)[2])
+        header = opening.removeprefix(_common_start(opening, behind_user))
+        header = header if header.strip() else opening
         if not header.strip():
             raise ValueError("it does not tell the assistant's turns from others: mark them with {% generation %}")
         footer = _common_start(short.rpartition(answered)[2], long.rpartition(answered)[2].rpartition(again)[0])

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dmc.data.config import FactsConfig, LessonConfig, Words
-from dmc.data.order import Blend, Shuffle
+from dmc.data.order import Blend, Shuffled
 from dmc.data.packing import PackedTokens
 
 SEEN_FORMS = (
@@ -76,7 +76,7 @@ class FactWriter:
                 f"num_keys={num_keys}: the tokenizer has {len(known)} words of one token, of 3 letters or more behind "
                 f"a space; {num_keys} keys and values need {2 * num_keys}"
             )
-        self.keys, self.values = (each[half(num_keys, words)] for each in (known[0::2], known[1::2]))
+        self.keys, self.values = (tokens[half(num_keys, words)] for tokens in (known[0::2], known[1::2]))
         self.key_words, self._tokenizer = key_words, tokenizer
         self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
         ((self._asking, _),) = self._pieces([QUESTION])
@@ -132,11 +132,10 @@ def weave(
 
 
 class FactSequences(Dataset[dict[str, Any]]):
-    """Text with facts and questions in it; endless, so it has no length. Item p is a pure function of (seed, p).
+    """Text with facts and questions in it, endless and in random order: see `dmc.data.order`.
 
-    An item is `{"input_ids": int64 [T], "loss_mask": float32 [T], "index": int}`: how much each token counts. While
-    lessons are shorter than T it is several sequences, [T / length, length]. It is in random order already: read it
-    through `ResumableOrder.over`, which leaves that order as it is.
+    An item is `{"input_ids": int64 [T], "loss_mask": float32 [T], "position": int}`: how much each token counts. While
+    lessons are shorter than T it is several sequences, [T / length, length].
 
     Args:
         packed: the text.
@@ -161,8 +160,8 @@ class FactSequences(Dataset[dict[str, Any]]):
         has_lessons: bool = True,
         has_questions: bool = True,
     ) -> None:
-        self.packed, self.facts, self.sequence_length, self.keys = packed, facts, sequence_length, keys
-        self._shuffle = Shuffle(len(packed), *keys) if isinstance(packed, Sized) else None
+        self.facts, self.sequence_length, self.keys = facts, sequence_length, keys
+        self.text = Shuffled(packed, *keys) if isinstance(packed, Sized) else packed
         self.writer = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words)
         self.vocab_size = len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
@@ -175,7 +174,7 @@ class FactSequences(Dataset[dict[str, Any]]):
                 )
 
     def lesson_at(self, position: int) -> LessonConfig:
-        """Return the lesson at a position: after the last one, sequences have the whole length."""
+        """Return the lesson at a position: after the last one, sequences have their full length."""
         for lesson in self.lessons:
             if position < lesson.sequences:
                 return lesson
@@ -198,11 +197,10 @@ class FactSequences(Dataset[dict[str, Any]]):
         tokens = torch.tensor([[token for token, _ in row] for row in rows])
         weights = torch.tensor([[weight for _, weight in row] for row in rows])
         item = {"input_ids": tokens, "loss_mask": weights}
-        return {**{name: each if number > 1 else each[0] for name, each in item.items()}, "index": position}
+        return {**{name: rows if number > 1 else rows[0] for name, rows in item.items()}, "position": position}
 
     def _text_at(self, position: int) -> list[Weighted]:
-        index = position if self._shuffle is None else self._shuffle(position)
-        item = self.packed[index]
+        item = self.text[position]
         tokens = item["input_ids"].tolist()
         weights = item["loss_mask"].float().tolist() if "loss_mask" in item else [1.0] * len(tokens)
         return list(zip(tokens, weights, strict=True))
@@ -242,7 +240,7 @@ class FactSequences(Dataset[dict[str, Any]]):
             times = 2 if self.has_lessons and draw.random() < self.facts.asked_twice else 1
             asked = [(token, 1.0) for token in self.writer.question(key) * times]
             events.append((later + delay, [*asked, (value, self.facts.answer_weight)]))
-        inserts = [insert for _, insert in sorted(events, key=lambda each: each[0])]
+        inserts = [insert for _, insert in sorted(events, key=lambda event: event[0])]
         while sum(map(len, inserts)) > lesson.length:
             inserts.pop()
         return weave(inserts, text, lesson.length, draw)[0]

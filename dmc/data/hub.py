@@ -31,13 +31,23 @@ def wait_for_first(is_done: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def once(file: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file, which the first process of a machine makes where it is missing."""
-    wait_for_first(file.is_file)
-    if not file.is_file():
+def once(file: Path, make: Callable[[], str], holds: Callable[[str], bool] = lambda content: True) -> str:
+    """Return the content of a file, which the first process of a machine makes where it is missing.
+
+    Args:
+        file: the file.
+        make: returns its content.
+        holds: whether content that is there still holds; it is made anew otherwise.
+    """
+
+    def is_made() -> bool:
+        return file.is_file() and holds(file.read_text())
+
+    wait_for_first(is_made)
+    if not is_made():
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{file.name}.lock")):  # machines may share the folder
-            if not file.is_file():
+            if not is_made():
                 partial = file.with_name(f".{file.name}")
                 partial.write_text(make())
                 os.replace(partial, file)
@@ -45,7 +55,7 @@ def once(file: Path, make: Callable[[], str]) -> str:
 
 
 def local_copy(name: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
-    """Return the folder of a model or tokenizer of the hub; of a folder, or a name that the hub does not know, itself.
+    """Return the folder of a model or tokenizer of the hub; of a folder, or a name that cannot be fetched, itself.
 
     The copy of a name without a revision is what the hub had when it was first asked for.
 
@@ -57,12 +67,17 @@ def local_copy(name: str, revision: str | None = None, files: Sequence[str] = MO
     if Path(name).is_dir():
         return name
     key = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{name}@{revision} {files[0]}")
-    place = Path(constants.HF_HUB_CACHE) / "copies" / key
+
+    def fetch() -> str:
+        try:
+            return snapshot_download(name, revision=revision, allow_patterns=list(files))
+        except (OSError, ValueError):  # whoever opens it says why; the name in the file says that the others go on too
+            return name
+
+    def holds(found: str) -> bool:
+        return Path(found).is_dir() or (found == name and not is_first_of_node())
+
     try:
-        found = once(place, lambda: snapshot_download(name, revision=revision, allow_patterns=list(files)))
-        if not Path(found).is_dir():  # somebody has emptied the cache
-            place.unlink(missing_ok=True)
-            found = once(place, lambda: snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except (OSError, ValueError):  # whoever opens it says why
+        return once(Path(constants.HF_HUB_CACHE) / "copies" / key, fetch, holds)
+    except OSError:  # the cache cannot be written
         return name
-    return found

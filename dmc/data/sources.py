@@ -140,7 +140,7 @@ def read_text(path: Path) -> str | None:
 
 
 def stream_texts(files: Sequence[Path]) -> IterableDataset:
-    """Stream whole files as rows of `{"text": ...}`, None for one that is not utf-8."""
+    """Stream files as rows of `{"text": ...}`, None for one that is not utf-8."""
     return IterableDataset.from_generator(_texts, gen_kwargs={"files": [str(path) for path in files]})
 
 

@@ -1,8 +1,8 @@
-"""Text that is tokenized on the fly: lanes that resume anywhere, the same whatever the ranks and workers.
+"""Text that is tokenized on the fly: shards that resume anywhere, the same whatever the ranks and workers.
 
-A lane is a fixed part of the documents, a shard of each source's `IterableDataset`, with a place of its own in it: the
-stream's `state_dict()` and the tokens read but not drawn yet. There are as many lanes as the configuration says; ranks
-only own lanes, so what is drawn does not depend on them.
+A shard is a fixed part of the documents: a shard of each source's `IterableDataset`, whose place is the stream's
+`state_dict()` and the tokens that are read but not drawn yet. There are as many shards as the configuration says, and a
+rank draws from some of them, so what is drawn does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from datasets import IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from torch.utils.data import IterableDataset as Samples
 from transformers import PreTrainedTokenizerBase
 
 from dmc.data.encoding import DocumentEncoder, Refusals
 from dmc.data.order import blend_schedule
 from dmc.data.sources import DocumentSource
 from dmc.data.tokenizer import Framing, framing_of
+from dmc.ranks import Ranks
 
 _BATCH_DOCUMENTS = 16
-JUDGED_CHATS = 100
+CHECKED_CHATS = 100
 """Chats after which it is known whether the chat template refuses too many."""
-MOST_WITHOUT_TOKENS = 2**16
-"""Consecutive documents without tokens after which a repeating lane is known to have no others."""
+MAX_WITHOUT_TOKENS = 2**16
+"""Consecutive documents without tokens after which a repeating stream is known to have no others."""
+ID, LEARNED, STARTS = range(3)
+"""Columns of an array of tokens: the id, whether it is learned, whether it begins a document."""
 
 
 def check_stream_shards(num_stream_shards: int, world_size: int) -> None:
-    """Refuse a number of lanes that `world_size` processes cannot share equally.
-
-    Raises:
-        ValueError: the number does not divide.
-    """
+    """Raise a ValueError for a number of shards that `world_size` processes cannot share equally."""
     if num_stream_shards % world_size:
         raise ValueError(
             f"data.stream_shards={num_stream_shards} cannot be shared out evenly to {world_size} ranks; "
@@ -54,17 +51,16 @@ def check_stream(source: DocumentSource) -> None:
 
 
 def open_stream_shards(sources: Sequence[DocumentSource], num_stream_shards: int) -> list[list[IterableDataset]]:
-    """Split streams into lanes: endless parts of every source, together all of its documents.
+    """Split sources into shards, endless parts of every source, together all of its documents.
 
-    The shards of each stream are divided among lanes. Of a stream with fewer shards, every lane reads all and keeps its
-    part.
-    There is no shuffle buffer: its content would be lost on resume.
+    Files, or parts of files, are divided among the shards. Of a source with fewer of them, every shard reads all and
+    keeps its part. There is no shuffle buffer: its content would be lost on resume.
 
     Args:
-        sources: the streams.
-        num_stream_shards: lanes; each that is read holds a file of every source open.
+        sources: the sources.
+        num_stream_shards: shards; each that is read holds a file of every source open.
     Returns:
-        The streams of each lane, in the order of `sources`.
+        The streams of each shard, in the order of `sources`.
     """
     parts = [[part.repeat(None) for part in _split(source.stream(), num_stream_shards)] for source in sources]
     return [list(streams) for streams in zip(*parts, strict=True)]
@@ -86,7 +82,7 @@ def _belongs(_: dict[str, Any], index: int, part: int, num_parts: int) -> bool:
 
 
 class StreamReader(Iterator[np.ndarray]):
-    """Tokenizes one stream and cuts it in sequences, of each token `4 * id + 2 * is learned + begins a document`.
+    """Tokenizes one stream and cuts it in sequences, int64 [sequence_length, 3], see `ID`.
 
     Args:
         source: what the stream is part of.
@@ -94,7 +90,7 @@ class StreamReader(Iterator[np.ndarray]):
         encoder: frames and encodes documents; those without text, or refused, are left out.
         sequence_length: tokens of a sequence.
         refusals: where refused chats are counted.
-        state: its `state` of before, to go on there; None: at the beginning.
+        state: an earlier `state`, to go on there; None: at the beginning.
     """
 
     def __init__(
@@ -109,8 +105,8 @@ class StreamReader(Iterator[np.ndarray]):
         self.source, self.stream, self.encoder, self.sequence_length = source, stream, encoder, sequence_length
         self.refusals = refusals
         self.state = state or {"stream": None, "remainder": [], "num_yielded": 0}
-        """The stream's own state before the batch of documents in work, the tokens left over from before that batch,
-        fewer than a sequence, and how many sequences are cut from both; replaced, never changed."""
+        """The stream's state before the current batch of documents, the tokens left over from before that batch, fewer
+        than a sequence, and how many sequences are cut from both; replaced, never changed."""
         self._sequences = self._cut()
 
     def __next__(self) -> np.ndarray:
@@ -120,36 +116,42 @@ class StreamReader(Iterator[np.ndarray]):
         self.stream.load_state_dict(self.state["stream"])
         documents, num_without = self.source.read(self.stream), 0
         while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
-            parts = [np.array(self.state["remainder"], dtype=np.int64)]
-            for encoded in self.encoder(batch):
-                self.refusals.add(encoded)
-                part = 4 * encoded.token_ids.astype(np.int64)
-                part += 2 if encoded.scored is None else 2 * encoded.scored
-                part[:1] += 1
-                parts.append(part)
-            if self.refusals.num_chats >= JUDGED_CHATS:
-                self.refusals.check()
-            num_without = 0 if any(map(len, parts[1:])) else num_without + len(batch)
-            if num_without >= MOST_WITHOUT_TOKENS:
+            before = np.array(self.state["remainder"], dtype=np.int64).reshape(-1, 3)
+            encoded = self._encoded(batch)
+            num_without = 0 if len(encoded) else num_without + len(batch)
+            if num_without >= MAX_WITHOUT_TOKENS:
                 raise ValueError(
                     f"{num_without} documents of {self.source.label!r} in a row have nothing to learn: expected text; "
                     "of a chat, messages of the role 'assistant'"
                 )
-            tokens = np.concatenate(parts)
-            num_sequences, length = len(tokens) // self.sequence_length, self.sequence_length
+            tokens, length = np.concatenate([before, encoded]), self.sequence_length
+            num_sequences = len(tokens) // length
             for number in range(self.state["num_yielded"], num_sequences):
                 self.state = {**self.state, "num_yielded": number + 1}
                 yield tokens[number * length : (number + 1) * length]
             remainder = tokens[num_sequences * length :].tolist()
             self.state = {"stream": self.stream.state_dict(), "remainder": remainder, "num_yielded": 0}
 
+    def _encoded(self, documents: list[Any]) -> np.ndarray:
+        parts = [np.empty((0, 3), dtype=np.int64)]
+        for encoded in self.encoder(documents):
+            self.refusals.add(encoded)
+            part = np.zeros((len(encoded.token_ids), 3), dtype=np.int64)
+            part[:, ID] = encoded.token_ids
+            part[:, LEARNED] = True if encoded.scored is None else encoded.scored
+            part[:1, STARTS] = True
+            parts.append(part)
+        if self.refusals.num_chats >= CHECKED_CHATS:
+            self.refusals.check()
+        return np.concatenate(parts)
+
 
 class StreamLoader:
-    """Draws sample p of the global sequence from lane p % lanes; rank r of n has the samples r, r + n, r + 2 n, ...
+    """Draws sample p of the global sequence from shard p % shards; rank r of n has the samples r, r + n, r + 2 n, ...
 
     A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p,
-    with "loss_mask" and "document_starts" as in `PackedTokens`. A lane draws from its sources as the schedule of a
-    blend says, each lane from another place in it.
+    with "loss_mask" and "document_starts" as in `PackedTokens`. A shard draws from its sources as the schedule of a
+    blend says, each shard from another place in it.
     The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
     `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
 
@@ -157,7 +159,7 @@ class StreamLoader:
         sources: the streams, blended in their weights.
         tokenizer: any tokenizer with an eos token, which ends each document.
         sequence_length: tokens per sample, >= 1.
-        num_stream_shards: lanes of the stream, the same for the whole training; a multiple of `world_size`.
+        num_stream_shards: shards of the stream, the same for the whole training; a multiple of `world_size`.
         batch_size: samples of a batch, >= 1.
         num_draws: samples drawn over the whole training by all ranks.
         draws_per_step: samples of an optimizer step, over all ranks.
@@ -169,7 +171,7 @@ class StreamLoader:
         document_starts: whether batches have the starts of documents.
         seed: selects the schedule of a blend.
     Raises:
-        ValueError: the ranks cannot share the lanes.
+        ValueError: the ranks cannot share the shards.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class StreamLoader:
         seed: int = 0,
     ) -> None:
         check_stream_shards(num_stream_shards, world_size)
-        self.sources, self.lanes = sources, open_stream_shards(sources, num_stream_shards)
+        self.sources, self.shards = sources, open_stream_shards(sources, num_stream_shards)
         self._schedule = blend_schedule([source.weight for source in sources], seed)
         self.encoder = DocumentEncoder(tokenizer, framing or framing_of(tokenizer))
         self.refusals = [Refusals(source.label) for source in sources]
@@ -201,33 +203,30 @@ class StreamLoader:
         self.num_workers, self.worker_init_fn = min(num_workers, 1), worker_init_fn
         self.rank, self.world_size = rank, world_size
         self._num_drawn = 0  # by all ranks
-        self._states: dict[int, dict[str, Any]] = {}  # of this rank's lanes, after the last sample handed out
-        self._whole_steps: tuple[int, dict[int, dict[str, Any]]] = 0, {}
+        self._states: dict[int, list[dict[str, Any]]] = {}  # of this rank's shards, after the last sample handed out
+        self._finished_steps: tuple[int, dict[int, list[dict[str, Any]]]] = 0, {}
 
     def __len__(self) -> int:
         """Return this rank's batches from sample 0, wherever it goes on: Lightning resumes its own batch counter."""
         return self.num_draws // self.world_size // self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the positions of all ranks' lanes: Lightning keeps only rank 0's state."""
-        num_drawn, own = self._whole_steps
-        states = [own]
-        if dist.is_initialized():
-            states = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(states, own)
-        merged = {lane: state for part in states for lane, state in part.items()}
-        return {"num_drawn": num_drawn, "num_stream_shards": len(self.lanes), "lanes": merged}
+        """Gather the places of all ranks' shards: Lightning keeps only rank 0's state."""
+        num_drawn, states = self._finished_steps
+        gathered = Ranks.world().all_gather_object(states)
+        merged = {shard: state for states in gathered for shard, state in states.items()}
+        return {"num_drawn": num_drawn, "num_stream_shards": len(self.shards), "shards": merged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the samples drawn so far, at any number of ranks and workers.
 
         Raises:
-            ValueError: the state has another number of lanes, or of samples that these ranks cannot have drawn.
+            ValueError: the state has another number of shards, or of samples that these ranks cannot have drawn.
         """
-        if state.get("num_stream_shards") != len(self.lanes):
+        if state.get("num_stream_shards") != len(self.shards):
             raise ValueError(
                 f"the checkpoint holds the places of {state.get('num_stream_shards')} shards of the stream, "
-                f"data.stream_shards is {len(self.lanes)}: it cannot change within a run"
+                f"data.stream_shards is {len(self.shards)}: it cannot change within a run"
             )
         if state["num_drawn"] % self.world_size:
             raise ValueError(
@@ -235,13 +234,13 @@ class StreamLoader:
                 "number of ranks that divides training.batch_size"
             )
         self._num_drawn = state["num_drawn"]
-        self._states = {lane: state["lanes"][lane] for lane in self._own_lanes() if lane in state["lanes"]}
-        self._whole_steps = self._num_drawn, dict(self._states)
+        self._states = {shard: state["shards"][shard] for shard in self._shards_of_rank() if shard in state["shards"]}
+        self._finished_steps = self._num_drawn, dict(self._states)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield batches, read ahead by a process that hands out each sample with its lane's place behind it."""
+        """Yield batches, read ahead by a process that hands out each sample with its shard's place behind it."""
         batches: Any = DataLoader(
-            _Drawn(self),
+            _Samples(self),
             self.batch_size,
             drop_last=True,
             collate_fn=list,
@@ -250,54 +249,54 @@ class StreamLoader:
         )
         for batch in batches:
             for item, state in batch:
-                self._states[item["position"] % len(self.lanes)] = state
+                self._states[item["position"] % len(self.shards)] = state
             self._num_drawn += self.batch_size * self.world_size
             if self._num_drawn % self.draws_per_step == 0:
-                self._whole_steps = self._num_drawn, dict(self._states)  # places are replaced, never changed
+                self._finished_steps = self._num_drawn, dict(self._states)  # places are replaced, never changed
             yield default_collate([item for item, _ in batch])
 
-    def _own_lanes(self) -> range:
-        return range(self.rank, len(self.lanes), self.world_size)
+    def _shards_of_rank(self) -> range:
+        return range(self.rank, len(self.shards), self.world_size)
 
-    def _open_lane(self, lane: int) -> list[StreamReader]:
-        state = self._states.get(lane, {"sources": [None] * len(self.sources)})
-        parts = zip(self.sources, self.lanes[lane], self.refusals, state["sources"], strict=True)
+    def _open(self, shard: int) -> list[StreamReader]:
+        states = self._states.get(shard, [None] * len(self.sources))
+        parts = zip(self.sources, self.shards[shard], self.refusals, states, strict=True)
         return [
-            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, place)
-            for source, stream, refusals, place in parts
+            StreamReader(source, stream, self.encoder, self.sequence_length, refusals, state)
+            for source, stream, refusals, state in parts
         ]
 
     def _item(self, position: int, tokens: np.ndarray) -> dict[str, Any]:
-        item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens // 4), "position": position}
+        item: dict[str, Any] = {"input_ids": torch.from_numpy(tokens[:, ID].copy()), "position": position}
         if self.loss_mask:
-            item["loss_mask"] = torch.from_numpy(tokens & 2 > 0)
+            item["loss_mask"] = torch.from_numpy(tokens[:, LEARNED] > 0)
         if self.document_starts:
-            item["document_starts"] = torch.from_numpy(tokens & 1 > 0)
+            item["document_starts"] = torch.from_numpy(tokens[:, STARTS] > 0)
             item["document_starts"][0] = True
         return item
 
-    def samples(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the samples of this rank that are not drawn yet, each with the state of its lane behind it."""
-        lanes = {lane: self._open_lane(lane) for lane in self._own_lanes()}
+    def samples(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Yield the samples of this rank that are not drawn yet, each with the state of its shard behind it."""
+        readers = {shard: self._open(shard) for shard in self._shards_of_rank()}
         for position in range(self._num_drawn + self.rank, self.num_draws, self.world_size):
-            turn, lane = divmod(position, len(self.lanes))
-            turn += int(lane / len(self.lanes) * len(self._schedule))
+            turn, shard = divmod(position, len(self.shards))
+            turn += shard * len(self._schedule) // len(self.shards)
             try:
-                item = self._item(position, next(lanes[lane][self._schedule[turn % len(self._schedule)]]))
+                tokens = next(readers[shard][self._schedule[turn % len(self._schedule)]])
             except StopIteration:
                 raise ValueError(
-                    f"shard {lane} of {len(self.lanes)} has no text of a source; lower data.stream_shards."
+                    f"shard {shard} of {len(self.shards)} has no text of a source; lower data.stream_shards."
                 ) from None
-            yield item, {"sources": [reader.state for reader in lanes[lane]]}
+            yield self._item(position, tokens), [reader.state for reader in readers[shard]]
 
 
-class _Drawn(Samples[Any]):
+class _Samples(torch.utils.data.IterableDataset[Any]):
     """The samples of a loader, for a process that reads them ahead."""
 
     def __init__(self, loader: StreamLoader) -> None:
         self.loader = loader
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
         if get_worker_info() is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads were not forked
         return self.loader.samples()

@@ -116,18 +116,18 @@ class TextSource(DocumentSource):
             )
         else:
             patterns = [str(root)]
-        found: set[Path] = set()
+        paths: set[Path] = set()
         for pattern in patterns:
             # A file whose own name holds glob characters is meant literally.
             names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
             matches = {Path(name) for name in names if Path(name).is_file()}
             if not matches:
                 raise FileNotFoundError(f"No file matches {pattern!r}; expected a text, json, jsonl or parquet file.")
-            found |= matches
-        kinds = {kind_of(path) for path in found}
+            paths |= matches
+        kinds = {kind_of(path) for path in paths}
         if len(kinds) > 1:
             raise ValueError(f"{self.name!r} mixes {sorted(kinds)} files; choose one kind with files='*.jsonl'.")
-        return sorted(found)
+        return sorted(paths)
 
     def check(self) -> None:
         """Raise a clear error if the first documents cannot be read; write nothing.

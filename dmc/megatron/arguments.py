@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from dmc.compression import CompressionConfig
-from dmc.models.llama import DMCLlamaConfig
+from dmc.models import FAMILIES
 
 FIELDS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
@@ -102,7 +102,8 @@ def configuration_of(arguments: dict[str, Any], vocab_size: int, dtype: torch.dt
     try:
         if gates is None:
             return LlamaConfig(**values, architectures=["LlamaForCausalLM"])
-        return DMCLlamaConfig(**values, architectures=["DMCLlamaForCausalLM"], compression=gates.to_dict())
+        model = FAMILIES["llama"]
+        return model.config_class(**values, architectures=[model.__name__], compression=gates.to_dict())
     except StrictDataclassError as error:
         raise ValueError(f"transformers cannot build a Llama model from the arguments: {error}") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ class CompressedAttentionMixin(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
-
-    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize projected queries and keys, [B, T, heads, D]; the identity without q_norm and k_norm."""
-        return query, key
+    q_norm: nn.Module
+    k_norm: nn.Module
+    normalizes_heads: ClassVar[bool] = False
+    """Whether `q_norm` and `k_norm` normalize each head's queries and keys; the borrowed neuron is read after them."""
 
     def project(self, hidden_states: Tensor, multiplier: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
@@ -49,7 +49,8 @@ class CompressedAttentionMixin(nn.Module):
         value = self.v_proj(hidden_states).view(shape)
         if multiplier is not None:
             query, key = self.compressor.phase_out(query, key, multiplier)
-        query, key = self.normalize(query, key)
+        if self.normalizes_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(
@@ -82,10 +83,11 @@ class CompressedAttentionMixin(nn.Module):
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
-        query, key, value = (context_ranks.exchange(each, 1, 2) for each in self.project(hidden_states, multiplier))
+        projected = self.project(hidden_states, multiplier)
+        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected)
         adapted = None
         if self.gate_adapter is not None:
-            adapted = context_ranks.exchange(self.gate_adapter.logits(hidden_states), 2, 3)
+            adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             attended = self.attend_cached(cache, tokens, padding_mask)
@@ -100,7 +102,7 @@ class CompressedAttentionMixin(nn.Module):
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
             attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
-        attended = context_ranks.exchange(attended, 2, 1)
+        attended = context_ranks.all_to_all(attended, 2, 1)
         output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return output, None
 

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
-from dmc.models.modeling import CompressedCausalLM, retrofit
+from dmc.models.conversion import retrofit
+from dmc.models.modeling import CompressedCausalLM
 from dmc.models.weights import check_weights, local_folder, open_weights
 
 
@@ -33,8 +34,8 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
         refuse_kernels(config, str(folder))
     safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-    model, found = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
-    if missing := sorted(found["missing_keys"]):  # a hub name's files could not be checked before
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
+    if missing := sorted(loading["missing_keys"]):  # a hub name's files could not be checked before
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
     return model.eval()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
     Cache,
     GenerationConfig,
     PreTrainedModel,
@@ -73,14 +68,14 @@ def attend_unpadded(
     Raises:
         NotImplementedError: dropout within documents.
     """
-    query, key, value = (context_ranks.exchange(each, 1, 2) for each in (query, key, value))
+    query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in (query, key, value))
     if documents is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     else:
         if options.get("dropout"):
             raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
         attended = causal_attention(query, key, value, options["scaling"], documents).transpose(1, 2)
-    return context_ranks.exchange(attended, 1, 2), None
+    return context_ranks.all_to_all(attended, 1, 2), None
 
 
 AttentionInterface.register(ATTENTION_NAME, refuse_attention)
@@ -124,8 +119,6 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
     _is_stateful = True  # merged tokens cannot be rolled back: transformers then refuses assisted decoding
     attention_class: ClassVar[type[CompressedAttentionMixin]]
-    cache_factory: ClassVar[Callable[[Any], Cache] | None] = None
-    """Factory of the cache of `generate`; the runtime sets it, because models never import the runtime."""
     _ranks = ALONE
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +153,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
     @compression.setter
     def compression(self, compression: CompressionConfig) -> None:
-        check_retrofit(self.config, compression)
+        check_gates(self.config, compression)
         self.config.compression = compression.to_dict()
         for layer in self.model.layers:
             layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
@@ -222,7 +215,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         """Run the stock forward; a plain call is the parallel form, and only `use_cache=True` makes a cache.
 
         Positions count columns, as in the stock model, but from the first real token: without the borrowed neuron RoPE
-        is no longer purely relative, so left padding must not shift them. `labels` give the stock loss beside the whole
+        is no longer purely relative, so left padding must not shift them. `labels` give the stock loss beside all
         logits; `targets`, among the other keywords, gives each token's loss without logits, see `TokenLossMixin`.
 
         Raises:
@@ -260,9 +253,9 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
     def make_cache(self) -> Cache:
         """Return an empty cache for `forward` or `generate`."""
-        factory = type(self).cache_factory
-        assert factory is not None, "dmc/__init__.py sets it"
-        return factory(self)
+        from dmc.runtime.hf_cache import PagedGenerationCache  # training makes no cache
+
+        return PagedGenerationCache(self)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate from the compressed cache; see `transformers.GenerationMixin.generate`.
@@ -288,6 +281,24 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.make_cache()
+
+
+def check_gates(config: Any, compression: CompressionConfig) -> None:
+    """Refuse a configuration whose layers cannot have these gates.
+
+    Raises:
+        ValueError: the head cannot lend a neuron, or an adapter is missing or in the way.
+        NotImplementedError: see `refuse_other_attention`.
+    """
+    refuse_other_attention(config)
+    Compressor(compression, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if config.model_type.startswith("dmc_"):
+        before = CompressionConfig.from_dict(config.compression)
+        if compression.has_adapter != before.has_adapter:
+            raise ValueError(
+                f"gate_input={compression.gate_input!r} cannot replace {before.gate_input!r} in a model that is "
+                "already compressed: an adapter is part of its weights; retrofit the stock model"
+            )
 
 
 def check_padding_mask(attention_mask: Any) -> None:
@@ -334,106 +345,8 @@ def pad_on_the_left(input_ids: Tensor, attention_mask: Tensor, num_seen: int) ->
     return torch.cat((fed, tokens.gather(-1, order)), dim=-1), torch.cat((seen, new.gather(-1, order)), dim=-1)
 
 
-def families() -> dict[str, type[CompressedCausalLM]]:
-    """Return the compressed model class of each stock `model_type`, discovered from the files of this package."""
-    package = importlib.import_module("dmc.models")
-    found = {}
-    for module_info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"dmc.models.{module_info.name}")
-        for item in vars(module).values():
-            if isinstance(item, type) and issubclass(item, CompressedCausalLM) and hasattr(item, "attention_class"):
-                found[item.config_class.model_type.removeprefix("dmc_")] = item
-    return found
-
-
-def register_families() -> None:
-    """Let `AutoConfig` and `AutoModelForCausalLM` know every family."""
-    for model_type, model_class in families().items():
-        AutoConfig.register(f"dmc_{model_type}", model_class.config_class, exist_ok=True)
-        AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
-
-
-def check_retrofit(config: Any, compression: CompressionConfig) -> None:
-    """Refuse a model, by its configuration alone, that cannot have these gates.
-
-    Args:
-        config: configuration of a stock causal LM, or of a compressed one whose gates shall change.
-        compression: settings of the gates.
-    Raises:
-        ValueError: the family is not supported, the head cannot lend a neuron, or an adapter is missing or in the way.
-        NotImplementedError: see `refuse_other_attention`.
-    """
-    if config.model_type.removeprefix("dmc_") not in families():
-        raise ValueError(_unknown_family(config.model_type))
-    refuse_other_attention(config)
-    Compressor(compression, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    if config.model_type.startswith("dmc_"):
-        before = CompressionConfig.from_dict(config.compression)
-        if compression.has_adapter != before.has_adapter:
-            raise ValueError(
-                f"gate_input={compression.gate_input!r} cannot replace {before.gate_input!r} in a model that is "
-                "already compressed: an adapter is part of its weights; retrofit the stock model"
-            )
-
-
 def for_unpadded(model: Any) -> Any:
     """Let a stock causal LM attend without a mask to sequences that are never padded, as a compressed one does."""
     if not isinstance(model, CompressedCausalLM):
         model.set_attn_implementation(UNPADDED_ATTENTION)
     return model
-
-
-def _unknown_family(model: str) -> str:
-    known = ", ".join(sorted(families()))
-    return (
-        f"{model} cannot be retrofitted: expected a causal LM of one of {known}; a new family is one file in dmc/models"
-    )
-
-
-def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
-    """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
-
-    Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
-            parameters are reused, not copied.
-        compression: settings of the gates.
-    Returns:
-        The family's compressed class, in the mode (train or eval) of `model`.
-    Raises:
-        ValueError: the family is not supported.
-        NotImplementedError: see `refuse_other_attention`.
-    """
-    if isinstance(model, CompressedCausalLM):
-        model.compression = compression
-        return model
-    known = families()
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if model_type not in known or type(model).__name__ != known[model_type].__name__.removeprefix("DMC"):
-        raise ValueError(_unknown_family(f"{type(model).__name__} (model_type {model_type!r})"))
-    check_retrofit(model.config, compression)
-    model_class = known[model_type]
-    values = model.config.to_dict()
-    for key in ("model_type", "architectures", "transformers_version"):
-        values.pop(key, None)
-    config = model_class.config_class(**values, compression=compression.to_dict())
-    with torch.device("meta"):
-        compressed = model_class(config)
-    has_norms = model_class.attention_class.normalize is not CompressedAttentionMixin.normalize
-    share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
-    if has_norms and compression.borrows_key_neuron and share >= 0.01:
-        warnings.warn(
-            f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
-            f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
-            "compression=dms_query next to nothing",
-            stacklevel=2,
-        )
-    adapters = {
-        name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
-        for name, value in compressed.state_dict().items()
-        if ".gate_adapter." in name
-    }
-    compressed.load_state_dict(model.state_dict() | adapters, assign=True)
-    compressed.model.rotary_emb = model.model.rotary_emb
-    compressed.tie_weights()
-    compressed.generation_config = model.generation_config
-    return compressed.train(model.training)

@@ -40,7 +40,7 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
         ValueError: heads or MLP cannot be divided evenly; or see `check_weights`.
         FileNotFoundError: see `check_weights`.
     """
-    ranks = Ranks.launched()
+    ranks = Ranks.init_process_group()
     folder = local_folder(str(folder))
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -77,8 +77,8 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
     for pattern, style in config.base_model_tp_plan.items():
         if style not in ("colwise", "rowwise"):
             continue
-        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        for name in [name for name, _ in model.model.named_modules() if wanted.fullmatch(name)]:
+        module_name = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in [name for name, _ in model.model.named_modules() if module_name.fullmatch(name)]:
             linear = model.model.get_submodule(name)
             if style == "rowwise":
                 cuts[f"model.{name}.weight"] = INPUT
@@ -86,7 +86,7 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
                 continue
             for key, parameter in list(linear.named_parameters()):
                 cuts[f"model.{name}.{key}"] = OUTPUT
-                setattr(linear, key, nn.Parameter(own_slice(parameter, OUTPUT, ranks), requires_grad=False))
+                setattr(linear, key, nn.Parameter(ranks.chunk(parameter.detach(), OUTPUT).clone(), requires_grad=False))
             linear.out_features = linear.weight.shape[0]
     model.ranks = ranks
     return cuts
@@ -112,7 +112,7 @@ class SummedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, ranks: Ranks) -> None:
         super().__init__()
-        self.weight = nn.Parameter(own_slice(weight, INPUT, ranks), requires_grad=False)
+        self.weight = nn.Parameter(ranks.chunk(weight.detach(), INPUT).clone(), requires_grad=False)
         self.bias = bias
 
     def forward(self, states: Tensor) -> Tensor:
@@ -120,11 +120,6 @@ class SummedLinear(nn.Module):
         states = nn.functional.linear(states, self.weight)
         dist.all_reduce(states)
         return states if self.bias is None else states + self.bias
-
-
-def own_slice(parameter: Tensor, dimension: int, ranks: Ranks) -> Tensor:
-    """Copy this rank's part of a parameter, which is cut evenly along `dimension`."""
-    return parameter.detach().chunk(ranks.size, dim=dimension)[ranks.rank].clone()
 
 
 def _read_slices(

@@ -86,14 +86,14 @@ def token_mean(
 ) -> Tensor:
     """Sum losses over the predicted tokens, and divide by a number of these; 0 where there are none.
 
-    With the mean number of a micro-batch in place of the own one, the mean of these over micro-batches and ranks is the
+    With the mean number of a micro-batch in place of its number, the mean of these over micro-batches and ranks is the
     mean over all predicted tokens of the step, however its batch is divided.
 
     Args:
         losses: loss of each position, [B, T].
         targets: see `next_tokens`.
         loss_mask: as in `sequence_means`.
-        num_predicted: a scalar, in which weighted tokens count by their weight; None: the own number.
+        num_predicted: a scalar, in which weighted tokens count by their weight; None: that of `losses`.
     """
     counts = _counts(losses, targets, loss_mask)
     number = counts.sum() if num_predicted is None else num_predicted.to(losses.dtype)
@@ -107,9 +107,7 @@ def num_predicted(loss_mask: Tensor) -> Tensor:
 
 def _counts(losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> Tensor:
     counts = (targets != IGNORED).to(losses.dtype)
-    if loss_mask is not None and loss_mask.is_floating_point():
-        counts = counts * F.pad(loss_mask[:, 1:], (0, 1))
-    return counts
+    return counts if loss_mask is None else counts * F.pad(loss_mask[:, 1:].to(losses.dtype), (0, 1))
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -122,12 +120,12 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx.most = most
         ctx.taught, temperature = taught, 1.0 if taught is None else taught.temperature
         is_reverse = taught is not None and taught.direction == "reverse"
-        whole = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
-        found, softened, teacher, cross = torch.zeros_like(whole), whole, whole, torch.zeros_like(whole)
+        log_sum = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
+        found, softened, teacher, cross = torch.zeros_like(log_sum), log_sum, log_sum, torch.zeros_like(log_sum)
         for words, logits, theirs in _chunks(hidden, weight, taught, most):
             inside, place = _placed(targets, words)
             found = found + logits.gather(1, place).squeeze(1) * inside
-            whole = torch.logaddexp(whole, logits.logsumexp(1))
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
             if theirs is not None:
                 # Running mean of the difference under the part of one distribution that has been seen.
                 softly = logits.div_(temperature)
@@ -141,13 +139,13 @@ class _ChunkedLosses(torch.autograd.Function):
         if taught is not None:
             divergence = cross - teacher + softened  # the mean of log(teacher / student)
             divergence = -divergence if is_reverse else divergence
-        ctx.save_for_backward(hidden, weight, targets, whole, softened, teacher, divergence)
-        return whole - found, None if divergence is None else temperature**2 * divergence
+        ctx.save_for_backward(hidden, weight, targets, log_sum, softened, teacher, divergence)
+        return log_sum - found, None if divergence is None else temperature**2 * divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, whole, softened, teacher, divergence = ctx.saved_tensors
+        hidden, weight, targets, log_sum, softened, teacher, divergence = ctx.saved_tensors
         taught = ctx.taught
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
@@ -164,7 +162,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 else:  # q - p
                     difference.exp_().sub_(theirs.exp_())
                 difference *= (taught.temperature * by_divergence)[:, None]
-            gradient = logits.sub_(whole[:, None]).exp_().mul_(by_entropy[:, None])
+            gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_entropy[:, None])
             gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
             if difference is not None:
                 gradient += difference
@@ -209,7 +207,7 @@ def _sum_dtype(hidden: Tensor) -> torch.dtype:
 class LossHead(nn.Linear):
     """Output projection that returns logits, or, given targets, losses without making the logits.
 
-    The weight is read in this module's own forward, where every kind of sharding has it whole.
+    The weight is read in this module's own forward, where every kind of sharding has gathered it.
     """
 
     most_chunks: int | None = None
@@ -237,14 +235,14 @@ class LossHead(nn.Linear):
         with torch.autocast(device, enabled=False):
             losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught, self.most_chunks)
         ignored = targets == IGNORED
-        return tuple(None if each is None else each.view_as(targets).masked_fill(ignored, 0) for each in losses)
+        return tuple(None if loss is None else loss.view_as(targets).masked_fill(ignored, 0) for loss in losses)
 
 
 class TokenLossMixin:
     """Mixed in before a stock `*ForCausalLM`: its forward can return losses without logits."""
 
     context_ranks: Ranks = ALONE
-    """Processes that divide each sequence in a forward without logits: all get it whole, and return all of its losses;
+    """Processes that divide each sequence in a forward without logits: all get all of it, and return all of its losses;
     each computes its own tokens. Hidden states are those of its own."""
 
     def forward(self, *args: Any, targets: Tensor | None = None, taught: Taught | None = None, **kwargs: Any) -> Any:
@@ -269,13 +267,13 @@ class TokenLossMixin:
         if ranks.size > 1:
             input_ids = kwargs.pop("input_ids") if "input_ids" in kwargs else args[0]
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-            args, targets = (ranks.own(input_ids, 1), *args[1:]), None if targets is None else ranks.own(targets, 1)
-            kwargs = {"position_ids": ranks.own(positions, 1), **kwargs, "context_ranks": ranks}
+            args, targets = (ranks.chunk(input_ids, 1), *args[1:]), None if targets is None else ranks.chunk(targets, 1)
+            kwargs = {"position_ids": ranks.chunk(positions, 1), **kwargs, "context_ranks": ranks}
         hidden = model.model(*args, **kwargs).last_hidden_state
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
         losses = model.lm_head(hidden, targets, taught)
-        entropy, divergence = (None if each is None else ranks.join(each, 1) for each in losses)
+        entropy, divergence = (None if loss is None else ranks.all_gather(loss, 1) for loss in losses)
         return TokenLosses(entropy, divergence, hidden)
 
 

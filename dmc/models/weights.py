@@ -31,7 +31,7 @@ def open_weights(folder: Path) -> dict[str, Any]:
     weights: dict[str, Any] = {}
     for path in weight_files(folder):
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: copy the whole folder again, or export it anew")
+            raise FileNotFoundError(f"{path} is missing: copy all of the folder again, or export it anew")
         try:
             tensors: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:

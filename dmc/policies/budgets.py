@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmc.budget import whole
+from dmc.budget import rounded_down
 
 Decay = Literal["linear", "geometric", "exponential"]
 
@@ -148,7 +148,7 @@ def within(budgets: Sequence[int], held: Sequence[int]) -> list[int]:
     if all(budget <= most for budget, most in zip(budgets, held, strict=True)):
         return list(budgets)
     total = sum(budgets)
-    shares = [whole(share) for share in in_proportion(budgets, total, held)]
+    shares = [rounded_down(share) for share in in_proportion(budgets, total, held)]
     return spread_evenly(spread_evenly(shares, total, held), total, total)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dmc.budget import Budget, whole
+from dmc.budget import Budget, rounded_down
 from dmc.policies.base import Entries, Rewrite, Sum
 from dmc.policies.budgets import in_proportion, warn_once
 from dmc.policies.eviction import EvictionPolicy
@@ -103,7 +103,7 @@ class D2O(EvictionPolicy):
         average = limit / tokens_seen if self.budget.ratio is None else 1 / self.budget.ratio
         if self.allocation == "variance":
             weights = [math.exp(weight - max(weights)) for weight in weights]
-        return [max(1, whole(share * tokens_seen)) for share in clamped_shares(weights, average)]
+        return [max(1, rounded_down(share * tokens_seen)) for share in clamped_shares(weights, average)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for sinks and recent entries; see `EvictionPolicy.scores`."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmc.budget import whole
+from dmc.budget import rounded_down
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, in_proportion, pyramid
 from dmc.policies.scores import pool_before
@@ -87,7 +87,7 @@ class LAVa(SnapKV):
             budgets = pyramid(limit - window, num_layers, self.beta, tokens_seen - window)
         else:
             shares = in_proportion(weights, (limit - window) * num_layers, cap=tokens_seen - window)
-            budgets = [whole(share) for share in shares]
+            budgets = [rounded_down(share) for share in shares]
         return [window + budget for budget in budgets[: len(weights)]]
 
     def keep(self, entries: Entries, budget: int) -> Tensor:

@@ -85,9 +85,9 @@ class EngineDecoder:
     def memory(self) -> tuple[int, float]:
         """Return the present bytes of the cache, and its achieved ratio."""
         stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
-        seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
-        entries = sum(int(each.slots.sum()) for each in stats)
-        return sum(each.bytes_allocated for each in stats), seen / entries
+        seen = sum(stat.tokens_seen * stat.slots.numel() for stat in stats)
+        entries = sum(int(stat.slots.sum()) for stat in stats)
+        return sum(stat.bytes_allocated for stat in stats), seen / entries
 
 
 class HuggingFaceDecoder:

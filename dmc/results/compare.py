@@ -1,7 +1,7 @@
 """Run the grid model x policy x budget x task, one row for each cell; finished cells are not run again.
 
-Processes that share a folder divide the cells by claims (`dmc.claims`): each is measured once, and the cell of a killed
-process is taken over.
+Processes that share a folder divide the cells by locks: each is measured once, and the cell of a killed process, whose
+lock falls with it, is measured by another.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dmc.budget import Budget, achieved_ratio
-from dmc.claims import ClaimedError, claim
 from dmc.results.equal_bytes import at_bytes, share_of
-from dmc.results.grid import Cell, CompareConfig, ComparedModel, PlannedModel, plan_grid
+from dmc.results.grid import Cell, CompareConfig, plan_grid
 from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
+from dmc.results.models import ComparedModel, PlannedModel
 from dmc.results.provenance import provenance
-from dmc.results.store import FINISHED, Store
+from dmc.results.store import FINISHED, Store, refuse_other_settings
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
-CLAIMS = "claims"
-"""Folder beside the rows, with a file for each cell that is being run."""
+LOCKS = ".locks"
+"""Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
 SKETCH_RUNS = 4
@@ -84,7 +86,7 @@ def compare(
         The tables, and the names of the written files.
     Raises:
         ValueError, FileNotFoundError, ImportError: see `plan_grid`; nothing has been written.
-        ArithmeticError: cells failed, or have figures that are not finite; the tables are written and printed.
+        ArithmeticError: cells failed, or have metrics that are not finite; the tables are written and printed.
     """
     planned, folder = plan_grid(config, configs), Path(config.output)
     store = Store(folder / "cells.jsonl")
@@ -103,69 +105,79 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
     """Measure cells and store a row as soon as each is finished; a cell that fails is stored as failed.
 
     Args:
-        cells: cells of the grid, grouped by model, so that every model is loaded once; the finished ones are left out.
+        cells: cells of the grid, grouped by model, so that every model is loaded once; finished ones are left out,
+            unless their configuration says `overwrite`.
         store: receives the rows.
         load: returns a model, on its device, and its tokenizer.
         make_engine: called as `Engine`.
+    Raises:
+        ValueError: a finished row of the store has the key of a cell, and other settings; nothing is measured.
     """
-    source, keys = provenance(), {row["key"] for row in store.rows() if row["status"] in FINISHED}
-    planned, cells = len(cells), [cell for cell in cells if cell.key not in keys]
-    print(f"{planned} cells, {planned - len(cells)} finished before: {store.path}", file=sys.stderr)
-    with tqdm(total=len(cells), unit="cell", smoothing=0) as bar, closing(divide(cells, store)) as own:  # in a log too
-        loaded = models_of(load)
-        for cell in own:
+    refuse_other_settings([cell.row for cell in cells if not cell.config.overwrite], store)
+    finished = {row["key"] for row in store.rows() if row["status"] in FINISHED}
+    remaining = [cell for cell in cells if cell.config.overwrite or cell.key not in finished]
+    reused = len(cells) - len(remaining)
+    print(f"{len(cells)} cells, {reused} finished before: {store.path}", file=sys.stderr)
+    source, loaded = provenance(), models_of(load)
+    with tqdm(total=len(remaining), unit="cell", smoothing=0) as bar, closing(divide(remaining, store)) as cells_here:
+        for cell in cells_here:
             bar.set_description(cell.title)
             row = cell.row | {"device": "", "provenance": source}
             try:
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
-                row |= checked(measure(cell, subject, make_engine, _row(cell.same_bytes_as, store)))
+                given = None if cell.same_bytes_as is None else store.row(cell.same_bytes_as.key)
+                row |= checked(measure(cell, subject, make_engine, given))
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            store.append(row)
+            store.append(row | {"time": datetime.now(timezone.utc).isoformat()})
             bar.update()
             release_memory()  # free the cell's cache before the next
 
 
 def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
-    """Yield the cells that no other process runs; each is claimed until the next is requested.
+    """Yield the cells that no other process runs; each is locked until the next is requested.
 
-    Cells of other processes come last: they are taken over if their process dies, and skipped once it writes their row,
-    even of a failure, which the next start repeats.
+    Cells of other processes come last: one whose process dies is yielded, one with a new row is skipped, even if it has
+    failed, for the next start tries that again. What was finished before the start is skipped too, unless the cell's
+    configuration says `overwrite`.
 
     Args:
         cells: the cells to run.
-        store: store with the rows of finished cells; the claims are beside it.
-    Raises:
-        OSError: a claim cannot be written.
+        store: store with the rows of finished cells; the locks are beside it.
     """
-    folder = store.path.parent / CLAIMS
+    folder = store.path.parent / LOCKS
     before = {row["key"]: row for row in store.rows()}
 
-    def is_tried(key: str) -> bool:
-        row = _row(key, store)
-        return row is not None and (row["status"] in FINISHED or row != before.get(key))
+    def is_measured(cell: Cell) -> bool:
+        row = store.row(cell.key)
+        is_new = row is not None and row != before.get(cell.key)
+        return is_new or (row is not None and row["status"] in FINISHED and not cell.config.overwrite)
 
-    waiting, is_told = list(cells), False
+    waiting, is_reported = list(cells), False
     while waiting:
         folder.mkdir(exist_ok=True)
-        held, reason = list[Cell](), ""
+        held, locks = list[Cell](), list[str]()
         for cell in waiting:
-            if cell.same_bytes_as is not None and not is_tried(cell.same_bytes_as):
+            if cell.same_bytes_as is not None and not is_measured(cell.same_bytes_as):
                 held.append(cell)
                 continue
+            lock = FileLock(folder / f"{cell.file_name}.lock")
             try:
-                with claim(folder / cell.key):
-                    if not is_tried(cell.key):
+                with lock.acquire(blocking=False):
+                    if not is_measured(cell):
                         yield cell
-            except ClaimedError as error:
+            except Timeout:
                 held.append(cell)
-                reason = str(error)
+                locks.append(lock.lock_file)
         if len(held) == len(waiting):
-            if not is_told:
-                logger.warning("waiting for cells that other processes run (%d): %s", len(held), reason)
-            is_told = True
+            if not is_reported and locks:
+                logger.warning(
+                    "waiting for %d cells that other processes run; if none runs, and this disk has no locks of its "
+                    "own, remove %s", len(held), ", ".join(locks),
+                )  # fmt: skip
+            is_reported = True
             time.sleep(PAUSE)
         waiting = held
 
@@ -197,10 +209,10 @@ def failure(error: Exception) -> Row:
     """Return a row with the error in one line and its place; memory held by its frames is released."""
     text = " ".join(str(error).split())
     where = traceback.format_exception(error, limit=-8)
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     return {
         "status": FAILED,
         "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
@@ -222,13 +234,9 @@ def checked(row: Row) -> Row:
 def failed_cells(rows: Sequence[Row]) -> str:
     """Return a message about the cells without finite metrics; empty if there are none."""
     failed, wrong = (sum(row["status"] == status for row in rows) for status in (FAILED, NOT_FINITE))
-    told = [f"{failed} of {len(rows)} cells failed; start it again to try them again"] if failed else []
-    told += [f"{wrong} of {len(rows)} cells have figures that are not finite"] if wrong else []
-    return "; ".join(told)
-
-
-def _row(key: str | None, store: Store) -> Row | None:
-    return next((row for row in store.rows() if row["key"] == key), None)
+    message = [f"{failed} of {len(rows)} cells failed; run the same command again to repeat them"] if failed else []
+    message += [f"{wrong} of {len(rows)} cells have metrics that are not finite"] if wrong else []
+    return "; ".join(message)
 
 
 def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
@@ -250,7 +258,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
         if isinstance(task, LMEvalTask):
-            folder = Path(config.output) / "samples" / cell.key
+            folder = Path(config.output) / "samples" / cell.file_name
             row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
         else:
             samples = subject.samples_of(cell.task.name, task)
@@ -260,7 +268,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
     if cell.same_bytes_as is None:
         return measure_at(None)
     if given is None or given["status"] != DONE:
-        raise ArithmeticError(f"{cell.method.asked}: the model whose bytes it shall hold has no results")
+        raise ArithmeticError(f"{cell.method.budget_name}: the model whose bytes it shall hold has no results")
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
@@ -273,8 +281,8 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
 def _sketch(samples: list[Sample], size: int) -> list[Sample]:
     """Choose a batch of samples from all over a task, in runs of neighbors, which often share a context."""
     run = max(1, size // SKETCH_RUNS)
-    starts = [run * each for each in spread(SKETCH_RUNS, len(samples) // run)]
-    return [each for start in starts for each in samples[start : start + run]]
+    starts = [run * part for part in spread(SKETCH_RUNS, len(samples) // run)]
+    return [sample for start in starts for sample in samples[start : start + run]]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
@@ -286,17 +294,17 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
         results += task.evaluate(engine, samples[begin : begin + size])
-    values = {name: [each.metrics[name] for each in results] for name in results[0].metrics}
-    contexts = [[number] if each.context is None else each.context for number, each in enumerate(samples)]
+    values = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
+    contexts = [[number] if sample.context is None else sample.context for number, sample in enumerate(samples)]
     return {
-        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
+        "metrics": {name: statistics.fmean(numbers) for name, numbers in values.items()},
         "sample_values": values.pop(task.main_metric, []),
         "samples_by_metric": values,
-        "contexts": contexts if any(each.context is not None for each in samples) else [],
+        "contexts": contexts if any(sample.context is not None for sample in samples) else [],
         "samples": len(results),
-        "samples_key": digest([[each.prompt, each.after, each.continuation] for each in samples]),
+        "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
         **by_coordinates(results),
-    }, [each.stats for each in results]
+    }, [result.stats for result in results]
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:
@@ -311,19 +319,19 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
     layers, kv_heads = stats[0].slots.shape
     requested = {}
     if budget is not None and budget.tokens is not None:
-        asked = [_allowed(each, budget.tokens) for each in stats]
-        requested = {"requested_ratio": sum(each.mean_tokens_seen for each in stats) / sum(asked)}
-    tokens, slots = sum(each.tokens_seen for each in stats), torch.stack([each.slots for each in stats]).sum(0)
-    mean_tokens = sum(each.mean_tokens_seen for each in stats)
-    mean_slots = sum(float(each.mean_slots.sum()) for each in stats)
+        asked = [_allowed(stat, budget.tokens) for stat in stats]
+        requested = {"requested_ratio": sum(stat.mean_tokens_seen for stat in stats) / sum(asked)}
+    tokens, slots = sum(stat.tokens_seen for stat in stats), torch.stack([stat.slots for stat in stats]).sum(0)
+    mean_tokens = sum(stat.mean_tokens_seen for stat in stats)
+    mean_slots = sum(float(stat.mean_slots.sum()) for stat in stats)
     return requested | {
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
         "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
-        "bytes_allocated_per_token": sum(each.bytes_allocated for each in stats) / tokens,
+        "bytes_allocated_per_token": sum(stat.bytes_allocated for stat in stats) / tokens,
         "mean_tokens": mean_tokens / len(stats),
         "mean_achieved_ratio": mean_tokens * layers * kv_heads / max(mean_slots, 1e-9),
-        "mean_bytes_allocated_per_token": sum(each.mean_bytes_allocated for each in stats) / mean_tokens,
-        "peak_bytes_allocated": max(each.peak_bytes_allocated for each in stats),
+        "mean_bytes_allocated_per_token": sum(stat.mean_bytes_allocated for stat in stats) / mean_tokens,
+        "peak_bytes_allocated": max(stat.peak_bytes_allocated for stat in stats),
     }
 
 
@@ -331,7 +339,7 @@ def _allowed(stats: GenerationStats, tokens: int) -> float:
     """Average a fixed budget's entries over the predicted positions, which end at the last token seen."""
     last = stats.tokens_seen
     seen = range(round(2 * stats.mean_tokens_seen) - last, last + 1)
-    return statistics.fmean(min(tokens, each) for each in seen)
+    return statistics.fmean(min(tokens, tokens_seen) for tokens_seen in seen)
 
 
 def device_name(model: Any) -> str:

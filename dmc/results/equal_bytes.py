@@ -73,7 +73,7 @@ def at_bytes(measure: Callable[[float], Row], wanted: float, first: float, reach
         sizes[share] = _bytes(rows[-1]) / wanted
         if reached is not None and abs(math.log(sizes[share] * wanted / reached)) < FINE:
             break
-        if any(size == sizes[share] and not 0.5 <= each / share <= 2 for each, size in sizes.items()):
+        if any(size == sizes[share] and not 0.5 <= other / share <= 2 for other, size in sizes.items()):
             break  # the budget has no say: nothing, or nothing but the shortest prompt, is left to it
         if 1 / SAME_BYTES <= sizes[share] <= SAME_BYTES or (share := _next(sizes)) in sizes:
             break

@@ -3,59 +3,39 @@
 from __future__ import annotations
 
 import difflib
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from omegaconf import OmegaConf
-from pydantic import Field, StrictFloat, StrictInt
-from transformers import PretrainedConfig
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.budget import Budget
 from dmc.config.instantiate import instantiate
-from dmc.config.settings import Count, OutputFolder, build_config, checked_dataclass, suggest
+from dmc.config.settings import Count, OutputFolder, checked_dataclass, suggest
+from dmc.data import DocumentSource
 from dmc.kernels import BACKENDS
 from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
-from dmc.results.identity import identity_of, model_files, options_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
-from dmc.results.measurement import FULL, Row, digest
+from dmc.results.measurement import FULL, Row, key_of
+from dmc.results.models import PlannedModel, plan_model
 from dmc.results.policies import budget_name, parse_budget, policy_from_config
 from dmc.results.tasks import Task, split_of_text
 from dmc.results.tasks.asking import Question
 
-FORMAT = 7
-"""Version of the cells: raise it when their content or identity, or a default, changes; finished cells run again."""
-
-
-@checked_dataclass(frozen=True)
-class ComparedModel:
-    """A model of the grid."""
-
-    path: str
-    """Folder or hub name of a stock or compressed model."""
-    dtype: str = "auto"
-    revision: str | None = None
-    """Hub revision."""
-    variant: str | None = None
-    """Common name of models that differ in their seed, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b:
-    {path: B, variant: cr4, seed: 1}}`; None: the model is its own variant."""
-    seed: StrictInt | None = None
-    """Seed of the model within its variant: a compressed model is compared with the reference of its seed."""
-    policies: list[str] | None = None
-    """Names of the grid's policies to run on it; None: all."""
+BATCHING = ("max_batch_size", "memory")
+"""Engine settings that decide how many samples run at the same time."""
 
 
 @checked_dataclass(frozen=True)
 class EngineSettings:
-    """Engine settings of all cells; see `Engine`.
-
-    Raises:
-        ValueError: a size is not positive, or no kernels have this name.
-    """
+    """Engine settings of all cells; see `Engine`."""
 
     block_size: Count = 16
     memory: StrictInt | StrictFloat | str | None = None
@@ -74,11 +54,7 @@ class EngineSettings:
 
 @checked_dataclass(frozen=True)
 class CompareConfig:
-    """Settings of a comparison.
-
-    Raises:
-        ValueError: a value is missing or out of range.
-    """
+    """Settings of a comparison."""
 
     models: Annotated[dict[str, Any], Field(min_length=1)]
     """Models by name: a folder, or a mapping with the fields of `ComparedModel`."""
@@ -96,35 +72,16 @@ class CompareConfig:
     """Settings of lm-eval's tasks."""
     reference: str | None = None
     """Stock model, or variant, whose full cache compressed models are compared with; None: the first."""
+    overwrite: StrictBool = False
+    """Whether cells that are finished are measured again, and their rows replaced."""
     output: OutputFolder = "outputs/compare"
 
     def __post_init__(self) -> None:
-        variants = [each["variant"] for each in self.models.values() if isinstance(each, dict) and each.get("variant")]
+        variants = [
+            model["variant"] for model in self.models.values() if isinstance(model, dict) and model.get("variant")
+        ]
         if self.reference is not None and self.reference not in (*self.models, *variants):
             raise ValueError(f"reference={self.reference!r} is no model; {suggest(self.reference, self.models)}")
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model of the grid that is there, but not loaded."""
-
-    name: str
-    settings: ComparedModel
-    target_ratio: float | None
-    """Target ratio of its learned gates; None: a stock model."""
-    num_layers: int
-    key: str
-    """Hash of everything that defines it."""
-
-    @property
-    def is_learned(self) -> bool:
-        """Return whether it has learned gates."""
-        return self.target_ratio is not None
-
-    @property
-    def variant(self) -> str:
-        """Return the common name of models that differ in their seed."""
-        return self.settings.variant or self.name
 
 
 @dataclass(frozen=True)
@@ -141,8 +98,8 @@ class Method:
     """Name or share of a budget in bytes, see `bytes_budget`."""
 
     @property
-    def asked(self) -> str | None:
-        """Return the budget as written in settings; None: no budget."""
+    def budget_name(self) -> str | None:
+        """Budget as written in settings; None: no budget."""
         if self.bytes_of is not None:
             return f"{KIND}:{self.bytes_of}"
         return None if self.budget is None else budget_name(self.budget)
@@ -163,8 +120,6 @@ class PlannedTask:
 
     name: str
     task: Task | LMEvalTask
-    identity: Any
-    """JSON content that defines it."""
     settings: dict[str, Any]
     """Settings in its rows."""
     row: Row
@@ -179,45 +134,49 @@ class Cell:
     model: PlannedModel
     method: Method
     task: PlannedTask
-    same_bytes_as: str | None = None
-    """Key of the cell whose bytes, or a share of them, are the method's budget."""
+    same_bytes_as: Cell | None = None
+    """Cell whose bytes, or a share of them, are the method's budget."""
+
+    @cached_property
+    def key(self) -> str:
+        """Key of its row; its settings are in the row, see `refuse_other_settings`."""
+        return key_of(self.model.name, self.method.name, self.method.budget_name, self.task.name, self.config.seed)
+
+    @property
+    def file_name(self) -> str:
+        """Key as the name of a file."""
+        return self.key.replace("/", "__")
 
     @cached_property
     def row(self) -> Row:
-        """Return the fields of its row that are known before it is measured, `key` the hash of all that defines it."""
-        config, model, method, task, asked = self.config, self.model, self.method, self.task, self.method.asked
-        policy = method.build()
-        policy_key = digest(identity_of(policy, "budget", settings=method.settings))
-        task_key = digest([FORMAT, identity_of(config.engine), config.seed, task.identity])
-        defining = [model.name, method.name, task.name, model.key, policy_key, task_key, asked, self.same_bytes_as]
+        """Fields of its row that are known before it is measured."""
+        config, model, method, task, budget = self.config, self.model, self.method, self.task, self.method.budget_name
         ratio = None if method.budget is None else method.budget.ratio
-        told = asdict(model.settings) | {"policies": None}  # which choose cells, and change none
-        settings = {"model": told, "policy": options_of(policy, "budget") | method.settings, **task.settings}
+        options = plain_options(method.build())
+        options.pop("budget", None)
+        settings = {"model": model.row_settings, "policy": options | method.settings, **task.settings}
+        if self.same_bytes_as is not None:
+            settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
+        # how many samples run at the same time, and in how much memory, changes no result
+        engine = {name: value for name, value in asdict(config.engine).items() if name not in BATCHING}
         return task.row | {
-            "key": digest(defining),
-            "method": f"{model.name}, {'learned' if model.is_learned and asked is None else method.name}",
+            "key": self.key,
+            "method": f"{model.name}, {'learned' if model.is_learned and budget is None else method.name}",
             "model": model.name,
             "learned": model.is_learned,
             "policy": method.name,
-            "budget": asked,
+            "budget": budget,
             "task": task.name,
-            "model_key": model.key,
-            "policy_key": policy_key,
-            "task_key": task_key,
-            "requested_ratio": ratio if asked is not None else model.target_ratio or 1.0,
+            "requested_ratio": ratio if budget is not None else model.target_ratio or 1.0,
+            "target_counts": model.target_counts if budget is None else None,
             "reference": config.reference,
-            "settings": settings | {"engine": asdict(config.engine), "seed": config.seed, "format": FORMAT},
+            "settings": settings | {"engine": engine, "seed": config.seed},
         }
 
     @property
-    def key(self) -> str:
-        """Hash of everything that defines the cell."""
-        return str(self.row["key"])
-
-    @property
     def title(self) -> str:
-        """Return the cell's title for progress and messages."""
-        return " ".join(filter(None, (self.model.name, self.method.name, self.method.asked, self.task.name)))
+        """Title for progress and messages."""
+        return " ".join(filter(None, (self.model.name, self.method.name, self.method.budget_name, self.task.name)))
 
 
 def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
@@ -241,7 +200,11 @@ def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
     stock = [model.name for model in models if not model.is_learned]
     config = replace(config, reference=config.reference or next(iter(stock), None))
     fitting = [(model, method) for model in models for method in methods_for(model, methods, config.engine)]
-    return place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
+    cells = place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
+    for key, count in Counter(cell.key for cell in cells).items():
+        if count > 1:
+            raise ValueError(f"{key} is there twice: models of one variant need seeds of their own")
+    return cells
 
 
 def methods_for(model: PlannedModel, methods: Sequence[Method], engine: EngineSettings) -> list[Method]:
@@ -270,35 +233,31 @@ def methods_for(model: PlannedModel, methods: Sequence[Method], engine: EngineSe
 
 
 def place_bytes(cells: Sequence[Cell]) -> list[Cell]:
-    """Move cells with a budget in bytes to the end, each with the key of the cell whose bytes it gets.
-
-    Raises:
-        ValueError: there is no such model, or no full cache for a share of it.
-    """
+    """Move cells with a budget in bytes to the end, each with the cell whose bytes it gets."""
     first = [cell for cell in cells if cell.method.bytes_of is None]
-    full = [cell for cell in first if cell.method.asked is None]
+    full = [cell for cell in first if cell.method.budget_name is None]
     known = sorted({name for cell in full if cell.model.is_learned for name in (cell.model.name, cell.model.variant)})
     last = []
     for cell in cells:
         whose, model, seed = cell.method.bytes_of, cell.model, cell.model.settings.seed
         if whose is None or model.is_learned:
             continue
-        there = [each for each in full if each.task is cell.task]
+        there = [other for other in full if other.task is cell.task]
         if share_of(whose) is not None:
-            given = {each.key: whose for each in there if each.model is model}
+            given = [(other, whose) for other in there if other.model is model]
             if not given:
                 raise ValueError(f"budgets: {KIND}:{whose} needs the full cache of {model.name}: add full to policies")
         elif not known or whose not in ("", *known):
             raise ValueError(f"budgets: {KIND}:{whose}: {whose!r} is no compressed model; {suggest(whose, known)}")
         else:
-            given = {
-                each.key: each.model.name if seed is None else whose or each.model.variant
-                for each in there
-                if each.model.is_learned and whose in ("", each.model.name, each.model.variant)
-                if seed is None or each.model.settings.seed in (None, seed)
-            }
-        for key, name in given.items():
-            last.append(replace(cell, method=replace(cell.method, bytes_of=name), same_bytes_as=key))
+            given = [
+                (other, other.model.name if seed is None else whose or other.model.variant)
+                for other in there
+                if other.model.is_learned and whose in ("", other.model.name, other.model.variant)
+                if seed is None or other.model.settings.seed in (None, seed)
+            ]
+        for other, name in given:
+            last.append(replace(cell, method=replace(cell.method, bytes_of=name), same_bytes_as=other))
     return first + last
 
 
@@ -325,25 +284,26 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
             is_ours = not isinstance(entry, dict) or bool({"like", "_target_"} & {*entry})
         (ours if is_ours else theirs).append(entry)
     asked: dict[str, dict[str, Any]] = {}
-    for name, each in named_settings(ours, configs / "task", "tasks").items():
-        both = get_args(Question) if each.get("question") == "both" else ()
-        asked |= {f"{name}:{question}": each | {"question": question} for question in both} or {name: each}
+    for name, settings in named_settings(ours, configs / "task", "tasks").items():
+        both = get_args(Question) if settings.get("question") == "both" else ()
+        asked |= {f"{name}:{question}": settings | {"question": question} for question in both} or {name: settings}
     found = []
     for name, settings in asked.items():
         task: Task = instantiate(settings, f"tasks.{name}")
+        for source in vars(task).values():
+            if isinstance(source, DocumentSource):
+                source.check()
         row = {
             "main_metric": task.main_metric,
             "higher_is_better": task.higher_is_better,
             "split": split_of_text(task),
             "question": getattr(task, "question", None),
         }
-        found.append(
-            PlannedTask(name, task, identity_of(task, settings=settings), {"task": options_of(task) | settings}, row)
-        )
+        found.append(PlannedTask(name, task, {"task": plain_options(task) | settings}, row))
     if theirs:
         benchmarks = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, known).items()
-        found += [PlannedTask(name, own, own.identity(), own.told, own.row(name)) for name, own in benchmarks]
-    names = [each.name for each in found]
+        found += [PlannedTask(name, task, task.row_settings, task.row(name)) for name, task in benchmarks]
+    names = [task.name for task in found]
     for twice in {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tasks: {twice!r} is there twice; give one of them another name")
     return found
@@ -365,14 +325,14 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
     found: dict[str, dict[str, Any]] = {}
     for index, entry in enumerate(entries):
         where = f"{setting}[{index}]"
-        own = {"name": entry, "like": entry} if isinstance(entry, str) else entry
-        if not isinstance(own, dict) or "name" not in own or ("like" in own) == ("_target_" in own):
+        given = {"name": entry, "like": entry} if isinstance(entry, str) else entry
+        if not isinstance(given, dict) or "name" not in given or ("like" in given) == ("_target_" in given):
             raise ValueError(f"{where}={entry!r}: expected a name, or a mapping with name and either _target_ or like")
-        settings = _read(own["like"], folder, where) if "like" in own else {}
-        settings |= {key: value for key, value in own.items() if key not in ("name", "like")}
-        if own["name"] in found:
-            raise ValueError(f"{where}: {own['name']!r} is there twice; give one of them another name")
-        found[own["name"]] = settings
+        settings = _read(given["like"], folder, where) if "like" in given else {}
+        settings |= {key: value for key, value in given.items() if key not in ("name", "like")}
+        if given["name"] in found:
+            raise ValueError(f"{where}: {given['name']!r} is there twice; give one of them another name")
+        found[given["name"]] = settings
     return found
 
 
@@ -407,30 +367,12 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     return methods
 
 
-def plan_model(name: str, value: Any) -> PlannedModel:
-    """Read a model of the grid, and identify it without loading it.
+def plain_options(value: Any) -> dict[str, Any]:
+    """Return all options of a dataclass as JSON content, those by default too; empty for other objects."""
+    names = [option.name for option in fields(value) if option.init] if is_dataclass(value) else []
+    options: dict[str, Any] = json.loads(json.dumps({name: getattr(value, name) for name in names}, default=_plain))
+    return options
 
-    Args:
-        name: its name.
-        value: a folder or hub name, or a mapping with the fields of `ComparedModel`.
-    Raises:
-        ValueError: a field is unknown or of another type, or there is no such model.
-    """
-    where = f"models.{name}"
-    model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
-    folder = Path(model.path).expanduser()
-    if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
-        beside = (str(each) for each in folder.parent.glob("*") if each.is_dir())
-        raise ValueError(f"{where}: there is no folder {model.path}; {suggest(folder, beside)}")
-    try:
-        values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
-    except OSError as error:
-        raise ValueError(f"{where}={model.path}: {str(error).splitlines()[0]}") from error
-    if "model_type" not in values:
-        raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
-    files = model_files(model.path, model.revision)
-    compressed = str(values["model_type"]).startswith("dmc_")
-    target_ratio = values["compression"]["target_ratio"] if compressed else values.get("dms_cr")  # of NVIDIA's DMS
-    ratio = None if target_ratio is None else float(target_ratio)
-    key = digest([model.dtype, model.revision, files, values])
-    return PlannedModel(name, model, ratio, values["num_hidden_layers"], key)
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {"_target_": type(value).__qualname__} | plain_options(value)

@@ -142,8 +142,8 @@ class EngineLM(HFLM):
         self.stats += [generation.stats for generation in generations]
         # special tokens among the stop strings do not appear in the text: `_sampling` stops at their ids
         return [
-            postprocess_generated_text(generation.text or "", list(each.stop), None)
-            for generation, each in zip(generations, params, strict=True)
+            postprocess_generated_text(generation.text or "", list(sampling.stop), None)
+            for generation, sampling in zip(generations, params, strict=True)
         ]
 
     def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:

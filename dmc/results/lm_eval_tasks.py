@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -18,8 +17,6 @@ from omegaconf import OmegaConf
 from pydantic import StrictBool, StrictInt
 
 from dmc.config.settings import Count, build_config, checked_dataclass
-from dmc.data.sources import file_stamps
-from dmc.results.identity import identity_of
 from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
 from dmc.runtime import Engine, GenerationStats
@@ -103,11 +100,11 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
     for index, entry in enumerate(entries):
         if isinstance(entry, str) and (file := folder / f"{entry}.yaml").is_file():
             selection: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-            found += read_benchmarks([each for each in selection["tasks"] if each != entry], folder)
+            found += read_benchmarks([task for task in selection["tasks"] if task != entry], folder)
         else:
             values = {"name": entry} if isinstance(entry, str) else entry
             found.append(build_config(Benchmark, values, f"tasks[{index}]"))
-    names = [task for each in found for task in each.tasks]
+    names = [task for benchmark in found for task in benchmark.tasks]
     for name in {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tasks: {name!r} is there twice; run the second one into another output folder")
     return found
@@ -160,17 +157,11 @@ class LMEvalTask:
     names: tuple[str, ...]
     """Names of all tasks that are loaded together."""
 
-    def identity(self) -> Any:
-        """Return JSON content that defines the task; saving samples does not change it."""
-        folder = self.settings.tasks_folder
-        own = [] if folder is None else file_stamps(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-        settings = identity_of(self.settings, "save_samples")
-        return [importlib.metadata.version("lm-eval"), settings, identity_of(self.benchmark), own]
-
     @property
-    def told(self) -> dict[str, Any]:
-        """Return the settings in its rows."""
-        return {"task": asdict(self.benchmark), "lm_eval": asdict(self.settings) | {"save_samples": None}}
+    def row_settings(self) -> dict[str, Any]:
+        """Return the settings in its rows; saving samples changes no result."""
+        lm_eval = {name: value for name, value in asdict(self.settings).items() if name != "save_samples"}
+        return {"task": asdict(self.benchmark), "lm_eval": lm_eval}
 
     def row(self, name: str) -> Row:
         """Return the fields of its rows that are known before it runs; `name` ends in ":hidden" where both run."""
@@ -233,7 +224,7 @@ class LMEvalTask:
             "higher_is_better": found["higher_is_better"].get(self.name, {}).get(main.split(",")[0], True),
             "metrics": metrics,
             "errors": {name: value for name, value in errors.items() if isinstance(value, float)},
-            "samples": sum(each["effective"] for each in found["n-samples"].values()),
+            "samples": sum(count["effective"] for count in found["n-samples"].values()),
             **answers_of(found["samples"], main, metrics[main]),
             "num_fewshot": sorted(set(found["n-shot"].values())),
             "task_versions": found["versions"],
@@ -253,10 +244,10 @@ def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: flo
     """
     name, _, chosen = metric.partition(",")
     found = [
-        (task, each["doc_id"], each["doc_hash"], each[name])
+        (task, sample["doc_id"], sample["doc_hash"], sample[name])
         for task, rows in sorted(samples.items())
-        for each in sorted(rows, key=lambda each: each["doc_id"])
-        if each.get("filter", "none") == (chosen or "none") and isinstance(each.get(name), (int, float))
+        for sample in sorted(rows, key=lambda sample: sample["doc_id"])
+        if sample.get("filter", "none") == (chosen or "none") and isinstance(sample.get(name), (int, float))
     ]
     values = [float(value) for *_, value in found]
     if not values or not math.isclose(statistics.fmean(values), value, rel_tol=1e-6, abs_tol=1e-9):
@@ -281,40 +272,40 @@ def plan_lm_eval(
             `check_tasks`.
     """
     benchmarks, both = read_benchmarks(entries, folder), settings.question == "both"
-    unknown = [each.name for each in benchmarks if not each.can_hide]
+    unknown = [benchmark.name for benchmark in benchmarks if not benchmark.can_hide]
     if unknown and (settings.question == "hidden" or (both and len(unknown) == len(benchmarks))):
         raise ValueError(
             f"question={settings.question}: it is unknown where questions of {unknown[0]!r} begin; give the task a "
             f"context_field or question_marks, {{name: {unknown[0]}, question_marks: ['Question:']}}"
         )
-    names = tuple(task for each in benchmarks for task in each.tasks)
+    names = tuple(task for benchmark in benchmarks for task in benchmark.tasks)
     try:
         manager = settings.list_tasks(names, model)
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install '.[eval]'") from error
     check_tasks(names, manager, [*known, *(path.stem for path in folder.glob("*.yaml"))])
     return {
-        f"{task}:{question}" if both else task: LMEvalTask(task, each, replace(settings, question=question), names)
-        for each in benchmarks
-        for question in (get_args(Question)[: 1 + each.can_hide] if both else [settings.question])
-        for task in each.tasks
+        f"{task}:{question}" if both else task: LMEvalTask(task, benchmark, replace(settings, question=question), names)
+        for benchmark in benchmarks
+        for question in (get_args(Question)[: 1 + benchmark.can_hide] if both else [settings.question])
+        for task in benchmark.tasks
     }
 
 
 @functools.lru_cache(maxsize=2)
-def list_tasks(names: tuple[str, ...], folder: str | None, told: str) -> TaskManager:
+def list_tasks(names: tuple[str, ...], folder: str | None, metadata_json: str) -> TaskManager:
     """List tasks and groups; those of a folder take precedence over lm-eval's of the same name.
 
     Args:
         names: requested names; lm-eval's own are listed, in ten seconds, only if one is not in the folder.
         folder: folder of your own tasks.
-        told: settings for tasks that make their own data, such as RULER, as JSON.
+        metadata_json: settings for tasks that make their own data, such as RULER, as JSON.
     """
     from lm_eval.tasks import TaskManager
 
-    own = TaskManager(include_path=folder, include_defaults=False, metadata=json.loads(told))
-    is_enough = set(names) <= set(own.all_tasks)
-    return own if is_enough else TaskManager(include_path=folder, metadata=json.loads(told))
+    manager = TaskManager(include_path=folder, include_defaults=False, metadata=json.loads(metadata_json))
+    is_enough = set(names) <= set(manager.all_tasks)
+    return manager if is_enough else TaskManager(include_path=folder, metadata=json.loads(metadata_json))
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str] = ()) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 import numpy
 import pandas
 
+from dmc.files import flattened
 from dmc.results.provenance import provenance
 
 Row = dict[str, Any]
@@ -38,7 +39,7 @@ class Measurement(TypedDict):
     """One metric of one cell, over all its samples or those at one coordinate: a line of a frame."""
 
     key: str
-    """Hash of everything that defines the cell."""
+    """Key of the row: model, policy, budget, task and seed."""
     method: str
     """Name of model and policy, unique for their settings."""
     model: str
@@ -57,6 +58,8 @@ class Measurement(TypedDict):
     """Whether it is the full cache of a stock model, the reference."""
     requested_ratio: float
     """Requested compression ratio; for learned gates the one they were trained for."""
+    target_counts: str | None
+    """What the trained ratio of learned gates counts, see `CompressionConfig`; None: the entries that are held."""
     requested_bytes_per_token: float
     """Requested bytes; NaN: another kind of budget."""
     task: str
@@ -98,7 +101,7 @@ class Measurement(TypedDict):
     reference: str | None
     """Model whose full cache a compressed one is compared with."""
     task_key: str
-    """Hash of the task's settings and the engine's: only rows of one key are compared."""
+    """Settings of the task, the engine's and the seed: only rows with the same are compared."""
 
 
 TYPES: dict[str, type] = {
@@ -114,6 +117,17 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def key_of(model: str, policy: str, budget: str | None, task: str, seed: int) -> str:
+    """Return the key of a cell of a grid: `base/h2o/4/text_loss/seed0`."""
+    return "/".join([model, policy, *([] if budget is None else [budget]), task, f"seed{seed}"])
+
+
+def settings_of_task(row: Row) -> dict[str, Any]:
+    """Return all settings of a row but those of its model, policy and budget."""
+    settings = row.get("settings") or {}
+    return {name: value for name, value in settings.items() if name not in ("model", "policy", "budget")}
+
+
 def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **figures: Any) -> Row:
     """Return a finished row for a result that is no cell of a grid.
 
@@ -121,37 +135,36 @@ def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **f
         model: its name.
         policy: name of the method, or of another implementation of the cache.
         task: name of the measurement.
-        settings: `model`, `policy`, `task` and all else that defines it; rows with equal settings replace each other.
+        settings: `model`, `policy`, `task` and all else that defines it. They are part of the key: rows with the same
+            names, settings and coordinates replace each other.
         figures: other fields of the row, such as `metrics`, `main_metric` (None: all metrics are main), their
             `coordinates`, and tables by coordinate, `by_layer_and_head={"layer": ..., "head": ..., "samples": 1,
             METRIC: nested}`.
     """
-    place = figures.get("coordinates")
-    of_task = {name: value for name, value in settings.items() if name not in ("model", "policy")}
-    keys = {"model_key": settings.get("model"), "policy_key": settings.get("policy"), "task_key": of_task}
-    row: Row = {"key": digest([model, policy, task, settings, place]), "status": DONE}
+    place = flattened(settings) | (figures.get("coordinates") or {})
+    defining = ",".join(f"{name}={value}" for name, value in place.items() if value not in (None, {}))
+    row: Row = {"key": "/".join([model, policy, task, defining]), "status": DONE}
     row["method"] = f"{model}, {'learned' if figures.get('learned') else policy}"
     row |= {"model": model, "policy": policy, "task": task, "learned": False, "budget": None, "metrics": {}}
-    row |= {name: digest(value) for name, value in keys.items()}
     row |= {"main_metric": None, "higher_is_better": True, "requested_ratio": 1.0, "bytes_allocated_per_token": None}
     return row | {"settings": dict(settings), "provenance": provenance()} | figures
 
 
 def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
     """Make a table of the measurements of finished rows, whole tasks first, each row's main metric first."""
-    shared, whole, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
+    shared, of_tasks, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
     for number, row in enumerate(rows):
         shared.append(_shared(row))
-        whole += [{"row": number, **line} for line in _whole(row)]
+        of_tasks += [{"row": number, **line} for line in _whole(row)]
         tables = [value for name, value in row.items() if name.startswith("by_")]
         if heads := row.get("head_ratios"):
             of_heads = {"layer": range(len(heads)), "head": range(len(heads[0])), "samples": 1}
             tables.append(of_heads | {"compression_ratio": heads})
-        places += [pandas.DataFrame({"row": number, **lines}) for each in tables for lines in _at_places(each)]
+        places += [pandas.DataFrame({"row": number, **lines}) for table in tables for lines in _at_places(table)]
     names = [*Measurement.__annotations__, "folder", *COORDINATES]
-    if not whole and not places:
+    if not of_tasks and not places:
         return pandas.DataFrame(columns=names).astype(TYPES)
-    lines = pandas.concat([pandas.DataFrame(whole), *places], ignore_index=True)
+    lines = pandas.concat([pandas.DataFrame(of_tasks), *places], ignore_index=True)
     frame = lines.join(pandas.DataFrame(shared, dtype=object), on="row")  # of objects: None stays None
     metric, main = frame["metric"].astype(str), frame.pop("main_metric")
     frame["is_main"] = (metric == main) | main.isna()
@@ -164,13 +177,14 @@ def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
 def _shared(row: Row) -> dict[str, Any]:
     """Return the fields that all measurements of a row share."""
     model = (row.get("settings") or {}).get("model") or {}
-    model = model if isinstance(model, dict) else {}
-    names = ("key", "method", "model", "learned", "policy", "budget", "task", "task_key", "requested_ratio")
-    others = ("benchmark", "split", "question", "samples_key", "reference", "requested_bytes_per_token", "folder")
+    names = ["key", "method", "model", "learned", "policy", "budget", "task", "requested_ratio"]
+    others = ["benchmark", "split", "question", "samples_key", "reference", "target_counts", "folder"]
+    others += ["requested_bytes_per_token"]
     return {
         **{name: row[name] for name in (*names, "higher_is_better", "main_metric")},
         **{name: row.get(name) for name in others},
         **{name: row.get(name) or [] for name in ("members", "contexts")},
+        "task_key": json.dumps(settings_of_task(row), sort_keys=True),
         "named": row.get("named", row["model"]),
         "variant": model.get("variant") or row["model"],
         "seed": model.get("seed"),

@@ -1,7 +1,7 @@
 """Every plot of results: figures over tables, as SVG for the page, whose colors follow light and dark, and as PNG.
 
 Results are lines of `statistics.summarize`, named by `name_methods`. Blue is what no other point beats, orange a model
-with gates of its own, green the full cache.
+with learned gates, green the full cache.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Plot:
             name = group.getAttribute("id")
             if name in self.tips:
                 method, text = self.tips[name]
-                told = {"data-tip": text, "tabindex": "0", "role": "img"} if text else {}
-                _describe(group, text, **{"class": "mark", "data-method": method}, **told)
+                attributes = {"data-tip": text, "tabindex": "0", "role": "img"} if text else {}
+                _describe(group, text, **{"class": "mark", "data-method": method}, **attributes)
             if name:
                 group.removeAttribute("id")
         text = root.toxml()
@@ -142,9 +142,9 @@ def _plot(title: str, caption: str, height: float = 3.7, rows: int = 1, columns:
 def _place_labels(plot: Plot) -> None:
     """Name points where the labels cover least, from left to right; dim ones last, and only where they touch none."""
     renderer, axes = FigureCanvasAgg(plot.figure).get_renderer(), plot.axes
-    frame, taken = axes.get_window_extent(renderer), list[tuple[Any, Any]]()
+    frame, occupied = axes.get_window_extent(renderer), list[tuple[Any, Any]]()
     marks = axes.transData.transform(numpy.array(plot.covered, dtype=float).reshape(-1, 2))
-    for x, y, text, color in sorted(plot.labels, key=lambda each: (each[3] == DIM, each[0])):
+    for x, y, text, color in sorted(plot.labels, key=lambda label: (label[3] == DIM, label[0])):
         label = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", fontsize=8, color=color, va="bottom")
         size, spot = numpy.array(label.get_window_extent(renderer).size), axes.transData.transform((x, y))
         places = LABEL_PLACES[:8] if color == DIM else LABEL_PLACES
@@ -152,14 +152,14 @@ def _place_labels(plot: Plot) -> None:
         high = low + size
         inside = (numpy.minimum(high, frame.max) - numpy.maximum(low, frame.min)).clip(0).prod(1) / size.prod()
         cost = 40 * (1 - inside) + 0.05 * numpy.arange(len(places))
-        cost += sum(6.0 * ((low - 1 < end) & (high + 1 > begin)).all(1) for begin, end in taken)
+        cost += sum(6.0 * ((low - 1 < end) & (high + 1 > begin)).all(1) for begin, end in occupied)
         cost += ((marks > low[:, None] - 3) & (marks < high[:, None] + 3)).all(2).sum(1)
         best = cost.argmin()
         if color == DIM and cost[best] >= 6:
             label.remove()
             continue
         label.set_position(tuple((low[best] - spot) * 72 / plot.figure.dpi))
-        taken.append((low[best], high[best]))
+        occupied.append((low[best], high[best]))
 
 
 def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
@@ -171,19 +171,19 @@ def name_methods(lines: pandas.DataFrame, several: bool) -> pandas.DataFrame:
     """
     if lines.empty:
         return lines.assign(name=[], label=[])
-    own, is_gates = lines["policy"].mask(lines["is_full"], "full cache"), lines["learned"] & lines["budget"].isna()
-    name = own.mask(lines["learned"] | several, lines["variant"] + " " + own)
+    policy, is_gates = lines["policy"].mask(lines["is_full"], "full cache"), lines["learned"] & lines["budget"].isna()
+    name = policy.mask(lines["learned"] | several, lines["variant"] + " " + policy)
     name = name.mask(is_gates, lines["variant"] + " (learned)")
     return lines.assign(name=name, label=name.mask(~lines["is_full"], name + " at " + lines["asked"]))
 
 
 def draw_quality(lines: pandas.DataFrame) -> Plot:
     """Draw one task's quality against its bytes per token, or the achieved CR where bytes are unknown."""
-    over, words, of = "bytes_per_token", "bytes", "cache bytes per token"
+    over, measure, of = "bytes_per_token", "bytes", "cache bytes per token"
     if lines[over].isna().any():
-        over, words, of = "achieved_ratio", "achieved CR", "achieved CR"
+        over, measure, of = "achieved_ratio", "achieved CR", "achieved CR"
     lines = lines.reset_index(drop=True)
-    front = pareto_front(lines.assign(bytes_per_token=lines[over] if words == "bytes" else 1 / lines[over]))
+    front = pareto_front(lines.assign(bytes_per_token=lines[over] if measure == "bytes" else 1 / lines[over]))
     higher = bool(lines["higher_is_better"].iloc[0])
     worse = -lines["value"] if higher else lines["value"]
     limit = worse.quantile(0.75) + OUTLIER * (worse.quantile(0.75) - worse.quantile(0.25))
@@ -193,43 +193,43 @@ def draw_quality(lines: pandas.DataFrame) -> Plot:
     edge = low - room if higher else high + room
     shown = lines.assign(x=lines[over], y=lines["value"].where(~outlier, edge), outlier=outlier)
     shown["front"] = lines.index.isin(front)
-    caption = "Blue: the front, which no other point beats in both. Diamonds: models with gates of their own. Dotted: "
-    caption += "the full cache."
+    caption = "Blue: the Pareto front. Orange diamonds: models with learned gates. Dotted: the full cache."
     if outlier.any():
-        cut = ", ".join(f"{each.label} ({each.value:.4g})" for each in lines[outlier].itertuples())
-        caption += f" Far outside, triangles at the edge: {cut}."
-    with _plot(f"{lines['task'].iloc[0]}: quality against {words}", caption) as plot:
+        cut = ", ".join(f"{line.label} ({line.value:.4g})" for line in lines[outlier].itertuples())
+        caption += f" Outliers, drawn as triangles at the edge: {cut}."
+    with _plot(f"{lines['task'].iloc[0]}: quality against {measure}", caption) as plot:
         axes, better = plot.axes, "higher" if higher else "lower"
         ylabel = f"{lines['metric'].iloc[0]} ({better} is better)"
         axes.set(ylim=(low - room, high + room), ylabel=ylabel, xlabel=of)
         _log_axis(axes, lines[over])
-        for _, own in shown[~outlier].groupby("name", sort=False):
-            if len(own) > 1:
-                (line,) = axes.plot(*own.sort_values("x")[["x", "y"]].to_numpy().T, color=DIM, linewidth=0.8, alpha=0.6)
-                plot.tip(line, own["method"].iloc[0])
+        for _, rows in shown[~outlier].groupby("name", sort=False):
+            if len(rows) > 1:
+                curve = rows.sort_values("x")
+                (line,) = axes.plot(curve["x"], curve["y"], color=DIM, linewidth=0.8, alpha=0.6)
+                plot.tip(line, rows["method"].iloc[0])
         spots = [(shown["x"][label], shown["y"][label]) for label in front if not outlier[label]]
         axes.plot(*zip(*spots, strict=True), color=FRONT, linewidth=1.6)
         plot.cover(spots)
         plot.cover([*zip(shown["x"], shown["y"], strict=True)], steps=0)
-        for each in shown.sort_values(["front", "learned", "is_full"]).itertuples():
-            marker = ("v" if higher else "^") if each.outlier else "s" if each.is_full else "D" if each.learned else "o"
-            color = _color(each, FRONT if each.front else DIM)
+        for line in shown.sort_values(["front", "learned", "is_full"]).itertuples():
+            marker = ("v" if higher else "^") if line.outlier else "s" if line.is_full else "D" if line.learned else "o"
+            color = _color(line, FRONT if line.front else DIM)
             style: Any = {"color": color, "markersize": 5.5, "markeredgewidth": 0, "clip_on": False, "zorder": 3}
-            (mark,) = axes.plot(each.x, each.y, marker, **style)
-            plot.tip(mark, each.method, _told(each))
-            if each.is_full and not each.outlier:
-                axes.axhline(each.value, color=FULL, linewidth=0.9, linestyle=(0, (1, 2.5)))
-                plot.cover([(x, each.value) for x in axes.get_xlim()])
-            if color != DIM and not each.outlier:
-                plot.labels.append((each.x, each.y, each.label, color))
+            (mark,) = axes.plot(line.x, line.y, marker, **style)
+            plot.tip(mark, line.method, _tooltip(line))
+            if line.is_full and not line.outlier:
+                axes.axhline(line.value, color=FULL, linewidth=0.9, linestyle=(0, (1, 2.5)))
+                plot.cover([(x, line.value) for x in axes.get_xlim()])
+            if color != DIM and not line.outlier:
+                plot.labels.append((line.x, line.y, line.label, color))
         named = {text for *_, text, _ in plot.labels}
-        for name, own in shown[~outlier].groupby("name", sort=False):
-            if not named & {*own["label"]}:  # a method without a name yet, at its largest cache
-                plot.labels.append((*own.sort_values("x")[["x", "y"]].iloc[-1], str(name), DIM))
+        for name, rows in shown[~outlier].groupby("name", sort=False):
+            if not named & {*rows["label"]}:  # a method without a name yet, at its largest cache
+                plot.labels.append((*rows.sort_values("x")[["x", "y"]].iloc[-1], str(name), DIM))
     return plot
 
 
-def _told(line: Any) -> str:
+def _tooltip(line: Any) -> str:
     error = "" if pandas.isna(line.value_error) else f" ± {line.value_error:.2g}"
     text = f"{line.label}: {line.metric} {line.value:.4g}{error}, achieved CR {line.achieved_ratio:.2f}"
     return f"{text}, {line.bytes_per_token:,.0f} bytes/token"
@@ -264,35 +264,34 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
             color[name] = FULL if ratio == 1 else FRONT if ratio == speeds["requested_ratio"].max() else DIM
     points = speeds.assign(name=speeds["policy"], place=speeds["batch"].map("{:.0f}".format))
     points = points.assign(latency=points["milliseconds"]).sort_values("batch")
-    return _draw_throughput(points, title, "The numbers are batch sizes.", "time per output token (ms)", color)
+    return _draw_throughput(points, title, "Labels are batch sizes.", "time per output token (ms)", color)
 
 
 def draw_load(loads: pandas.DataFrame) -> Plot:
     """Draw throughput over latency of servers under load; the points of a line are rates at which requests came.
 
     Args:
-        loads: `name`, `rate` (missing: saturated), `tokens_per_second`, `seconds`; the median of each rate is drawn. A
-            model that is named `full` has the full cache.
+        loads: `name` (`full`: the full cache), `rate` (missing: saturated), `tokens_per_second`, `seconds`.
     """
     found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median()
     found["place"] = ["saturated" if pandas.isna(rate) else f"{rate:g}" for rate in found["rate"]]
     color = {name: FULL if name == "full" else GATES for name in found["name"]}
     points, title = found.assign(latency=found["seconds"]).sort_values("rate"), "Throughput over latency under load"
-    return _draw_throughput(points, title, "Numbers: requests/s.", "95 % of requests end within (s)", color)
+    return _draw_throughput(points, title, "Labels are requests/s.", "95 % of requests end within (s)", color)
 
 
 def _draw_throughput(points: pandas.DataFrame, title: str, caption: str, x: str, color: dict[str, str]) -> Plot:
     """Draw `tokens_per_second` over `latency` (on the axis `x`), a line for each `name`; `place` labels a point."""
     with _plot(title, f"Up and to the left is better. {caption}") as plot:
-        for name, own in points.groupby("name", sort=False):
-            spots = list(zip(own["latency"], own["tokens_per_second"], strict=True))
+        for name, rows in points.groupby("name", sort=False):
+            spots = list(zip(rows["latency"], rows["tokens_per_second"], strict=True))
             plot.cover(spots)
             plot.axes.plot(*zip(*spots, strict=True), color=color[name], linewidth=1.6)
-            for place, spot in zip(own["place"], spots, strict=True):
+            for place, spot in zip(rows["place"], spots, strict=True):
                 (mark,) = plot.axes.plot(*spot, "o", color=color[name], markersize=5.5, markeredgewidth=0)
                 plot.tip(mark, str(name), f"{name}, {place}: {spot[1]:,.1f} tokens/s, {x}: {spot[0]:,.4g}")
                 plot.labels.append((*spot, place, MUTED))
-            plot.labels[-1] = (*spots[-1], f"{name} ({own['place'].iloc[-1]})", color[name])
+            plot.labels[-1] = (*spots[-1], f"{name} ({rows['place'].iloc[-1]})", color[name])
         plot.axes.margins(0.14)
         plot.axes.set(xlabel=x, ylabel="throughput (tokens/s)", xlim=(0, None), ylim=(0, None))
     return plot
@@ -309,30 +308,31 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
     """
     task, metric, by = (str(lines[name].iloc[0]) for name in ("task", "metric", "by"))
     names, title = by.split(), f"{task}: {metric.replace('_', ' ')} by {by.replace(' ', ' and ')}"
-    groups = [own for _, own in lines.groupby("label", sort=False)]
+    groups = [rows for _, rows in lines.groupby("label", sort=False)]
     if len(names) == 1:
-        ranked = sorted(groups, key=lambda own: (bool(own["learned"].iloc[0]), bool(own["is_full"].iloc[0])))
+        ranked = sorted(groups, key=lambda rows: (bool(rows["learned"].iloc[0]), bool(rows["is_full"].iloc[0])))
         courses = [
-            (own["label"].iloc[0], own["method"].iloc[0], own.groupby(by)["value"].mean(), _color(own.iloc[0], DIM))
-            for own in ranked
+            (rows["label"].iloc[0], rows["method"].iloc[0], rows.groupby(by)["value"].mean(), _color(rows.iloc[0], DIM))
+            for rows in ranked
         ]
-        caption = "Green: full cache. Orange: models with gates of their own. Point at a line to see whose it is."
+        caption = "Green: the full cache. Orange: models with learned gates. Point at a line to see its method."
         return [_draw_courses(courses, title, caption, by, metric)] if lines[by].nunique() > 1 else []
     if names[1] == "layer":
-        caption = "Orange: all layers. Gray: each layer. Point at a line to see which it is."
+        caption = "Orange: all layers together. Gray: single layers. Point at a line to see its layer."
         return [
-            _draw_courses(_layers(own), f"{own['label'].iloc[0]}, {title}", caption, names[0], metric) for own in groups
+            _draw_courses(_layers(rows), f"{rows['label'].iloc[0]}, {title}", caption, names[0], metric)
+            for rows in groups
         ]
     down, across = names if names[0] == "layer" else names[::-1]
     maps, even = list[Heatmap](), []
-    for own in groups:
-        first, values = own.iloc[0], own.groupby([down, across])["value"].mean().unstack()
+    for rows in groups:
+        first, values = rows.iloc[0], rows.groupby([down, across])["value"].mean().unstack()
         if by != "layer head" or values.max(axis=None) > SAME * values.min(axis=None):
             maps.append((first["method"], first["label"], values))
         elif not first["is_full"]:
             even.append(str(first["name"]))
-    caption = f"Dark is little, light is much. Across: {across}. Down: {down}."
-    caption += f" The same in every head: {', '.join(dict.fromkeys(even))}." if even else ""
+    caption = f"Dark: low. Light: high. Horizontal: {across}. Vertical: {down}."
+    caption += f" Not drawn, for all heads are alike: {', '.join(dict.fromkeys(even))}." if even else ""
     return list(_draw_heatmaps(title, caption, maps, logarithmic=metric == "compression_ratio")) if maps else []
 
 
@@ -379,8 +379,8 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
                 values = table.to_numpy(dtype=float)
                 mesh = axes.pcolormesh(values, cmap="cividis", norm=norm, edgecolors="face", linewidth=0.2)
                 mesh.set_rasterized(values.size > MOST_SHAPES)
-                words = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}"
-                plot.tip(mesh, method, f"{label}: {words}, highest {numpy.nanmax(values):.3g}")
+                range_of_values = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}"
+                plot.tip(mesh, method, f"{label}: {range_of_values}, highest {numpy.nanmax(values):.3g}")
                 axes.set_title(label, fontsize=7, color=MUTED, pad=2)
                 for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
                     axis.set_ticks([0.5, len(names) - 0.5], [f"{names[end]:,g}" for end in (0, -1)], fontsize=6)

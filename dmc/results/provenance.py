@@ -70,5 +70,5 @@ def slurm_job() -> dict[str, str]:
 @functools.cache
 def installed_packages() -> tuple[str, ...]:
     """Return every installed package as `name==version`, sorted."""
-    read = [item.metadata for item in importlib.metadata.distributions()]  # once each: it takes most of the time
-    return tuple(sorted({f"{each['Name']}=={each['Version']}" for each in read if each["Name"]}))
+    read = [item.metadata for item in importlib.metadata.distributions()]  # once per package: it takes most of the time
+    return tuple(sorted({f"{metadata['Name']}=={metadata['Version']}" for metadata in read if metadata["Name"]}))

@@ -7,7 +7,7 @@
   margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of answers 3 in n may
   differ though none of n contexts does: no bound is nearer than that, so that "as good" needs 3 / margin contexts.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
-  pages may leave a baseline a little more, which is told). The budget `bytes:NAME` measures methods in as many;
+  pages may leave a baseline a little more, and the table says so). The budget `bytes:NAME` measures methods in as many;
   without such a measurement a method has no figure.
 
 `summarize` makes one line of each method, budget, task and metric, over its seeds; `beside_baselines` puts compressed
@@ -94,7 +94,7 @@ class Estimate:
     @property
     def num_seeds_above(self) -> int:
         """Number of seeds whose mean is above 0."""
-        return sum(each > 0 for each in self.by_seed)
+        return sum(mean > 0 for mean in self.by_seed)
 
     def standing(self, margin: float) -> Standing:
         """Return what a loss shows: "as good" up to the margin, "worse", "unknown", or "" without a value."""
@@ -128,7 +128,7 @@ def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = Fa
     """
     found = numpy.asarray(values, dtype=float)
     mean, by_seed, samples = float(found.mean()), tuple(found.mean(1).tolist()), found.shape[1]
-    members = numpy.unique([repr(each) for each in contexts or range(samples)], return_inverse=True)[1]
+    members = numpy.unique([repr(context) for context in contexts or range(samples)], return_inverse=True)[1]
     sizes = numpy.bincount(members)
     num = len(sizes)
     if num < 2:
@@ -139,12 +139,12 @@ def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = Fa
     return Estimate(mean, variance, degrees, 3 / num if are_answers else 0.0, num, by_seed)
 
 
-def difference(own: Seeds, other: Seeds, contexts: Sequence[Any] = (), higher_is_better: bool = False) -> Estimate:
-    """Estimate how much worse `own` is than `other`, paired by sample and seed.
+def difference(values: Seeds, other: Seeds, contexts: Sequence[Any] = (), higher_is_better: bool = False) -> Estimate:
+    """Estimate how much worse `values` are than `other`, paired by sample and seed.
 
     Scores from 0 to 1 for which higher is better are answers: see `estimate`.
     """
-    both = numpy.asarray([own, other], dtype=float)
+    both = numpy.asarray([values, other], dtype=float)
     if not higher_is_better:
         return estimate(both[0] - both[1], contexts)
     return estimate(both[1] - both[0], contexts, are_answers=bool(((both >= 0) & (both <= 1)).all()))
@@ -155,15 +155,15 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
     What no context shows may all be in the task with the highest floor.
     """
-    num, seeds = len(estimates), [each.by_seed for each in estimates]
+    num, seeds = len(estimates), [part.by_seed for part in estimates]
     if num == 1:
         return estimates[0]
-    value = math.fsum(each.value for each in estimates) / num
+    value = math.fsum(part.value for part in estimates) / num
     by_seed = tuple(numpy.mean(seeds, axis=0).tolist()) if len({*map(len, seeds)}) == 1 else ()
-    parts = [(each.variance, each.degrees) if by_seed else (each.error**2, math.inf) for each in estimates]
+    parts = [(part.variance, part.degrees) if by_seed else (part.error**2, math.inf) for part in estimates]
     total = sum(variance for variance, _ in parts)
     below = sum(variance**2 / degrees for variance, degrees in parts)
-    floor, contexts = max(each.floor for each in estimates) / num, sum(each.num_contexts for each in estimates)
+    floor, contexts = max(part.floor for part in estimates) / num, sum(part.num_contexts for part in estimates)
     return Estimate(value, total / num**2, total**2 / below if below else math.inf, floor, contexts, by_seed)
 
 
@@ -184,41 +184,42 @@ def summarize(
         metrics: metrics to summarize; None: each task's main one.
     Returns:
         Columns: `title` (method and budget), `variant`, `policy`, `learned`, `is_full`, `budget`, `asked` (CR 4, 128
-        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`; `value`, `value_error`;
+        tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`,
+        `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
         `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
         `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
         the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `keys`.
     """
-    whole, lines = _beside_full(frame, reference, metrics), []
-    whole["shown"] = whole["benchmark"].fillna(whole["task"])
+    measured, lines = _beside_full(frame, reference, metrics), []
+    measured["shown"] = measured["benchmark"].fillna(measured["task"])
     by = ["shown", "variant", "policy", "learned", "budget", *(["metric"] if metrics is not None else [])]
-    for _, group in whole.groupby(by, dropna=False, sort=False):
+    for _, group in measured.groupby(by, dropna=False, sort=False):
         for _, same in group.groupby("task_key", sort=False):
             if set(same["members"].iloc[0]) <= set(same["task"]):
                 lines.append(_line(same))
     summary = pandas.DataFrame(lines)
     if len(summary):
-        for name in ("budget", "split", "question"):
+        for name in ("budget", "split", "question", "target_counts"):
             summary[name] = pandas.Series([line[name] for line in lines], dtype=object)  # None stays None
     return summary
 
 
 def _beside_full(frame: pandas.DataFrame, reference: str | None, metrics: Sequence[str] | None) -> pandas.DataFrame:
-    """Return the newest measurements of whole tasks, each with those of its full cache as columns `NAME_of_full`.
+    """Return the newest measurements over all samples of a task, with columns `NAME_of_full` of its full cache.
 
     The full cache is that of the row's model; of compressed models, and if a reference is given of other full caches,
     that of the reference, with the same seed if there is one. NaN: there is none on the same samples, or nothing says
     which.
     """
     is_shown = frame["is_main"] if metrics is None else frame["metric"].isin(metrics)
-    whole = frame[(frame["by"] == "") & is_shown]
-    whole = whole if reference is None else whole.assign(reference=reference)
+    measured = frame[(frame["by"] == "") & is_shown]
+    measured = measured if reference is None else measured.assign(reference=reference)
     method = ["variant", "policy", "learned", "budget", "task", "metric", "task_key"]
-    newest = whole.drop_duplicates([*method, "model"], keep="last")
+    newest = measured.drop_duplicates([*method, "model"], keep="last")
     last = newest.groupby(method, dropna=False)["samples_key"].transform("last")
     newest = newest[newest["samples_key"].isna() | (newest["samples_key"] == last)]
-    full = whole[whole["is_full"]][[*PAIRED, *OF_FULL]]
+    full = measured[measured["is_full"]][[*PAIRED, *OF_FULL]]
     both = newest.reset_index().merge(full, on=PAIRED, suffixes=("", "_of_full"))
     is_named = both["reference"].isna()
     for name in ("model", "named", "variant"):
@@ -240,7 +241,8 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
     weights = group["mean_tokens"] * group["num_samples"].clip(lower=1)
     sizes = group[["bytes_per_token", "requested_bytes_per_token"]].mul(weights, axis=0).sum(skipna=False)
     entries = (1 / group[["requested_ratio", "achieved_ratio", "end_ratio"]]).mul(weights, axis=0).sum()
-    names = ("variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question")
+    names = ["variant", "policy", "learned", "is_full", "budget", "metric", "higher_is_better", "split", "question"]
+    names += ["target_counts"]
     asked, margin = asked_of(first), margin_of(first["metric"], full["value_of_full"])
     method = f"{first['variant']}, {'learned' if first['learned'] and first['budget'] is None else first['policy']}"
     is_compared = not math.isnan(lost.value)
@@ -322,12 +324,12 @@ def beside_baselines(
         `seeds_ahead` (in which the model is better), `is_best` (of all baselines the one that loses least; chosen on
         these data, which favors the baseline).
     """
-    whole = _beside_full(frame, reference, metrics)
+    measured = _beside_full(frame, reference, metrics)
     by = ["variant", "task", "metric", "task_key"]
-    learned = whole[whole["learned"] & whole["budget"].isna()]
+    learned = measured[measured["learned"] & measured["budget"].isna()]
     learned = learned.assign(seeds=learned.groupby(by)["key"].transform("size"))
     learned = learned[learned[["samples", "samples_of_full"]].map(bool).all(axis=1)]
-    methods = whole[~whole["is_full"] & whole["samples"].map(bool)]
+    methods = measured[~measured["is_full"] & measured["samples"].map(bool)]
     methods = methods[[*PAIRED, "model", "policy", "samples", "bytes_per_token"]]
     left, right = [*PAIRED, "model_of_full"], [*PAIRED, "model"]
     near = learned.merge(methods, left_on=left, right_on=right, suffixes=("", "_of_method"))

@@ -1,13 +1,10 @@
-"""The one store of results: a line of JSON for each cell, in a file to which several processes append.
+"""The one store of results: a line of JSON for each row, in a file to which several processes append.
 
 `Store.frame` is what everything else reads: see `measurement.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -17,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+from filelock import FileLock
 
 from dmc.files import flattened
-from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
+from dmc.results.measurement import DONE, NOT_FINITE, Row, settings_of_task, to_frame
 
 logger = logging.getLogger(__name__)
 
 FINISHED = (DONE, NOT_FINITE)
 """Statuses of cells that are not run again."""
-NAMES = ("key", "status", "method", "model", "policy", "task", "model_key", "policy_key", "task_key")
+NAMES = ("key", "status", "method", "model", "policy", "task")
 """Text fields of every row."""
-KINDS = ("model", "policy", "task")
-"""Fields whose names are made unique."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
 """Further fields of a finished row."""
 
@@ -38,8 +34,6 @@ class Store:
 
     Args:
         path: path of the file; it need not exist, its folder is made.
-    Raises:
-        OSError: the folder is a file, or may not be written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,26 +42,23 @@ class Store:
         self._reported: set[int] = set()
 
     def append(self, row: Row) -> None:
-        """Append a row atomically, also while other processes append.
+        """Append a row, also while other processes append.
 
         Raises:
-            OSError: the row could not be written whole (the disk is full).
+            OSError: the row could not be written (the disk is full).
         """
         line = json.dumps(row).encode() + b"\n"
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            with contextlib.suppress(OSError):  # without locks a shared disk's machines disagree on a file's end
-                fcntl.lockf(handle, fcntl.LOCK_EX)
-            size = os.fstat(handle).st_size
-            if size and os.pread(handle, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a line that a crash has torn must not swallow this one
-            if os.write(handle, line) != len(line):
-                raise OSError(errno.ENOSPC, "a row was cut short", str(self.path))
-            os.fsync(handle)
+            with FileLock(self.path.with_name(f".{self.path.name}.lock")), self.path.open("a+b") as file:
+                if size := file.seek(0, os.SEEK_END):
+                    file.seek(size - 1)
+                    if file.read(1) != b"\n":
+                        line = b"\n" + line  # a line that a crash has torn must not swallow this one
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise type(error)(error.errno, f"{error.strerror}, its cell runs again", str(self.path)) from error
-        finally:
-            os.close(handle)
 
     def rows(self) -> list[Row]:
         """Read all rows in the order of writing, each key once; damaged lines are logged and left out."""
@@ -90,88 +81,113 @@ class Store:
             rows[row["key"]] = row
         return list(rows.values())
 
+    def row(self, key: str) -> Row | None:
+        """Return the row of a key; None: there is none."""
+        return next((row for row in self.rows() if row["key"] == key), None)
+
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
-        """Return the measurements of finished cells (of `keys`; None: all), see `measurement.py`."""
+        """Return the measurements of finished rows (of `keys`; None: all), see `measurement.py`."""
         return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
 
 
+def is_row(row: Any) -> bool:
+    """Return whether a line of JSON is a row: it has its names, a status, and if finished, metrics."""
+    if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
+        return False
+    if not isinstance(row.get("settings", {}), dict) or any(name not in row for name in ("budget", "learned")):
+        return False
+    if row["status"] not in FINISHED:
+        return True
+    return all(name in row for name in FIGURES) and isinstance(row["metrics"], dict)
+
+
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
-    """Return the rows (of `keys`; None: all) of several stores, each key once, preferring a finished row.
+    """Return the rows (of `keys`; None: all) of several stores, one for each key and its settings.
 
-    The field `folder` is the row's folder. Names are made unique over all stores: no two settings share one.
+    Of several a finished one is preferred, then the last. The field `folder` is the row's folder. Keys and names are
+    made unique over all stores, see `with_unique_names`.
     """
-    rows: dict[str, Row] = {}
-    for row in (row | {"folder": str(store.path.parent)} for store in stores for row in store.rows()):
-        if row["status"] == DONE or rows.get(row["key"], row)["status"] != DONE:
-            rows[row["key"]] = row
-    return told_apart([row for key, row in rows.items() if keys is None or key in keys])
+    rows: dict[tuple[str, str], Row] = {}
+    for store in stores:
+        for row in store.rows():
+            place = row["key"], json.dumps(row.get("settings"), sort_keys=True)
+            if row["status"] == DONE or rows.get(place, row)["status"] != DONE:
+                rows[place] = row | {"folder": str(store.path.parent)}
+    found: dict[str, Row] = {}
+    for row in rows.values():
+        if keys is None or row["key"] in keys:
+            key = f"{row['key']} of {row['folder']}" if row["key"] in found else row["key"]
+            found[key] = row | {"key": key}
+    return with_unique_names([*found.values()])
 
 
-def told_apart(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with unique names of model, policy and task (or benchmark): each stands for one setting.
+def with_unique_names(rows: Sequence[Row]) -> list[Row]:
+    """Return rows whose names of model, policy and task (or benchmark) each stand for one setting.
 
     `h2o` with `recent` 4 and 8 becomes `h2o (recent=4)` and `h2o (recent=8)`, models and tasks likewise; unambiguous
     names stay. The field `named` keeps the user's name of the model.
     """
     found = [row | {"named": row["model"]} for row in rows]
-    for kind in KINDS:
-        # the settings of loads are the points of one curve
-        own = [row for row in found if kind != "task" or row["task"] != "load"]
-        known: dict[str, dict[str, Row]] = {}
-        for row in own:
-            known.setdefault(row[_column(kind, row)], {})[row[f"{kind}_key"]] = _settings_of(kind, row)
-        labels = {name: _labels(settings) for name, settings in known.items()}
-        for row in own:
-            column = _column(kind, row)
-            if label := labels[row[column]][row[f"{kind}_key"]]:
-                row[column] += f" ({label})"
+    for kind in ("model", "policy", "task"):
+        settings: dict[str, list[dict[str, Any]]] = {}
+        of_row = []
+        for row in found:
+            column = "benchmark" if kind == "task" and "benchmark" in row else kind
+            # the settings of loads are the points of one curve
+            values = {} if row["task"] == "load" and kind == "task" else _settings_of(kind, row)
+            same_name = settings.setdefault(row[column], [])
+            if values not in same_name:
+                same_name.append(values)
+            of_row.append((row, column, values))
+        labels = {name: [label_of(values, same_name) for values in same_name] for name, same_name in settings.items()}
+        for row, column, values in of_row:
+            name = row[column]
+            if label := labels[name][settings[name].index(values)]:
+                row[column] = f"{name} ({label})"
     for row in found:
         is_gates = row["learned"] and row["budget"] is None
         row["method"] = f"{row['model']}, {'learned' if is_gates else row['policy']}"
     return found
 
 
-def _settings_of(kind: str, row: Row) -> Row:
-    settings = row.get("settings") or {}
-    if kind == "task":
-        return flattened({name: value for name, value in settings.items() if name not in ("model", "policy")})
-    return flattened(settings.get(kind) or {}) | {name: settings[name] for name in ("format",) if name in settings}
+def _settings_of(kind: str, row: Row) -> dict[str, Any]:
+    settings = settings_of_task(row) if kind == "task" else (row.get("settings") or {}).get(kind) or {}
+    return {name.removeprefix("task."): value for name, value in flattened(settings).items()}
 
 
-def _column(kind: str, row: Row) -> str:
-    return "benchmark" if kind == "task" and "benchmark" in row else kind
+def label_of(settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Write the settings in which some differ from others: `recent=4, sinks=8`."""
+    names = [name for name in settings if any(name not in other or other[name] != settings[name] for other in others)]
+    return ", ".join(f"{name.strip('_')}={text_of(settings[name])}" for name in names)
 
 
-def _labels(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Write for each key the settings in which it differs from others: `recent=4, sinks=8`."""
-    told = {}
-    for key, own in known.items():
-        others = [other for each, other in known.items() if each != key]
-        names = [name for name in own if any(name not in other or other[name] != own[name] for other in others)]
-        if others and all("format" in own and other.get("format") != own["format"] for other in others):
-            names = ["format"]  # which other settings a row tells may have changed with it
-        told[key] = ", ".join(f"{name.rpartition('.')[2].strip('_')}={_text(own[name])}" for name in names)
-    alike = [*told.values()]
-    return {
-        key: label if alike.count(label) == 1 else ", ".join(filter(None, (label, f"#{key[:6]}")))
-        for key, label in told.items()
-    }
-
-
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Write the value of a setting."""
     if isinstance(value, str):
         return value.rpartition(".")[2] if value.startswith("dmc.") else value
     return json.dumps(value) if not isinstance(value, float) else f"{value:g}"
 
 
-def is_row(row: Any) -> bool:
-    """Return whether a line of JSON is a row: it has an identity, a status, and if finished, metrics."""
-    if not isinstance(row, dict) or any(not isinstance(row.get(name), str) for name in NAMES):
-        return False
-    named = all(name in row for name in ("budget", "learned"))
-    if row["status"] not in FINISHED:
-        return named
-    return named and all(name in row for name in FIGURES) and isinstance(row["metrics"], dict)
+def refuse_other_settings(rows: Iterable[Row], store: Store) -> None:
+    """Check that finished rows of a store have the same settings as these rows of the same keys.
+
+    Raises:
+        ValueError: a row was measured with other settings.
+    """
+    finished = {row["key"]: row for row in store.rows() if row["status"] in FINISHED}
+    for row in rows:
+        if (other := finished.get(row["key"])) is None:
+            continue
+        asked, found = (flattened(json.loads(json.dumps(known.get("settings") or {}))) for known in (row, other))
+        for name in dict.fromkeys([*asked, *found]):
+            if name not in asked or name not in found or asked[name] != found[name]:
+                now, before = (
+                    text_of(settings[name]) if name in settings else "not set" for settings in (asked, found)
+                )
+                raise ValueError(
+                    f"{store.path} has {row['key']} with {name}={before}, not {now}: give overwrite=true to measure it "
+                    "again, or another output"
+                )
 
 
 def replace_file(path: Path, content: bytes) -> None:

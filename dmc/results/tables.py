@@ -17,12 +17,13 @@ TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
 RATIO_TOLERANCE = 0.9
 """Share of the requested ratio from which a target counts as met."""
 LEGEND = (
-    "±: standard error, of differences paired by sample, over texts (contexts, files) and seeds. Worse (✗) and as good "
-    f"(✓: at most {MARGIN:g} lost, nats per token or share of the answers; of figures above 1 that share) hold with "
-    "95 % confidence each; cannot tell: too few samples for either. CR and bytes are means over all positions "
-    "predicted; bytes are all that is allocated: whole pages, the last one partly empty, and tables. "
-    f"↓: less than {RATIO_TOLERANCE:.0%} of the CR requested. ≠: more than {SAME_BYTES - 1:.0%} from the bytes "
-    "requested. ★: no other row is both smaller and as good."
+    "±: standard error over texts (contexts, files) and seeds; of a difference, paired by sample. Verdicts hold with "
+    "95 % confidence. Worse (✗): the loss against the full cache is above 0. As good (✓): it is at most "
+    f"{MARGIN:g}, in nats per token or as a share of the answers; of metrics above 1, that share of the metric. Cannot "
+    "tell: too few samples for either. CR and bytes are averages over all predicted positions. Bytes are all that is "
+    "allocated: whole pages, of which the last is partly empty, and tables. "
+    f"↓: less than {RATIO_TOLERANCE:.0%} of the requested CR. ≠: more than {SAME_BYTES - 1:.0%} away from the bytes "
+    "requested. ★: no other row is both smaller and better."
 )
 AGAINST = "against"
 """Beginning of the titles of comparisons."""
@@ -74,7 +75,7 @@ def write_tables(
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
-    table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *untold(rows)])
+    table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *problems_of(rows)])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
     content = (
@@ -128,11 +129,11 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
     if not asked:
         return title + markdown(texts)
     parts = []
-    for words in dict.fromkeys(group["question"]):
-        own = [name for name in texts if name in (metric, "verdict", "front") or name.startswith(AGAINST)]
-        names = {name: f"{name}, {words}" for name in own}
-        own = texts[(order["question"] == words).to_numpy()].rename(columns=names)
-        parts.append(own.set_index(["method", "requested"]))
+    for question in dict.fromkeys(group["question"]):
+        columns = [name for name in texts if name in (metric, "verdict", "front") or name.startswith(AGAINST)]
+        names = {name: f"{name}, {question}" for name in columns}
+        side = texts[(order["question"] == question).to_numpy()].rename(columns=names)
+        parts.append(side.set_index(["method", "requested"]))
     both = pandas.concat(parts, axis=1)
     return title + markdown(both.loc[:, ~both.columns.duplicated()].fillna("").reset_index())
 
@@ -140,15 +141,15 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
 def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.DataFrame:
     """Format all columns of a summary, with the best training-free method in a compressed model's bytes."""
     known = summary[summary["bytes_per_token"].notna()]
-    on_front = {label for _, own in known.groupby(["task", "metric"]) for label in pareto_front(own)}
+    on_front = {label for _, lines in known.groupby(["task", "metric"]) for label in pareto_front(lines)}
     best = beside[beside["is_best"]].groupby(["variant", "task", "metric"]).last()
     references = summary["against"].dropna().unique()
 
     def verdict(line: pandas.Series) -> str:
-        told = line["standing"].replace("unknown", "cannot tell")
+        text = line["standing"].replace("unknown", "cannot tell")
         if not pandas.isna(needed := line["contexts_needed"]):
-            told = f"no significant loss; calling it as good takes {needed:.0f} texts"
-        return told and told + _of_seeds(line["seeds_worse"], line["seeds"], "worse")
+            text = f"no loss seen; calling it as good needs {needed:.0f} texts"
+        return text and text + _of_seeds(line["seeds_worse"], line["seeds"], "worse")
 
     def against(line: pandas.Series) -> str:
         if pandas.isna(line["lost"]):
@@ -160,12 +161,12 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         where = (line["variant"], line["task"], line["metric"])
         if where not in best.index or not line["learned"] or not pandas.isna(line["budget"]):
             return ""
-        each = best.loc[where]
-        more = f" in {each['baseline_bytes'] - 1:.0%} more bytes" if each["baseline_bytes"] > SAME_BYTES else ""
-        ahead = "worse than" if each["gap"] < 0 else "better than" if each["gap"] > 0 else "from"
-        told = f"{plus(abs(each['gap']), each['gap_error'], '.4f')} {ahead} {each['baseline']}{more}"
-        told += "" if each["gap_lower"] > 0 or each["gap_upper"] < 0 else ", not significant"
-        return told + _of_seeds(each["seeds_ahead"], each["seeds"], "better")
+        found = best.loc[where]
+        more = f" in {found['baseline_bytes'] - 1:.0%} more bytes" if found["baseline_bytes"] > SAME_BYTES else ""
+        ahead = "worse than" if found["gap"] < 0 else "better than" if found["gap"] > 0 else "from"
+        text = f"{plus(abs(found['gap']), found['gap_error'], '.4f')} {ahead} {found['baseline']}{more}"
+        text += "" if found["gap_lower"] > 0 or found["gap_upper"] < 0 else ", not significant"
+        return text + _of_seeds(found["seeds_ahead"], found["seeds"], "better")
 
     def size(line: pandas.Series) -> str:
         over = line["bytes_per_token"] / line["requested_bytes_per_token"]
@@ -174,7 +175,8 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
 
     def ratio(line: pandas.Series) -> str:
         held = max(line["achieved_ratio"], line["end_ratio"])
-        is_missed = bytes_budget(line["budget"]) is None and held < RATIO_TOLERANCE * line["requested_ratio"]
+        is_held_asked = bytes_budget(line["budget"]) is None and line["target_counts"] != "decided"
+        is_missed = is_held_asked and held < RATIO_TOLERANCE * line["requested_ratio"]
         return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
 
     columns: Columns = {
@@ -188,7 +190,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
         "CR at the end": ("end_ratio", ".2f"),
         "cache bytes/token": size, "of full": ("share", ".0%"),
         "peak cache bytes": ("peak_bytes", ",.0f"),
-        f"{AGAINST} the best training-free method in its bytes": beside_best,
+        f"{AGAINST} the best training-free method at equal bytes": beside_best,
         "samples": ("samples", "d"), "contexts": ("contexts", "d"), "source": ("source", "d"),
     }  # fmt: skip
     return texts_of(summary, columns)
@@ -209,8 +211,8 @@ def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
     """Format the tasks side by side: ✓ as good as the full cache, ✗ worse, neither: the samples cannot tell."""
     marks = {"as good": " ✓", "worse": " ✗"}
     texts = [
-        plus(each["value"], each["value_error"], ".4f") + marks.get(each["standing"], "")
-        for _, each in summary.iterrows()
+        plus(line["value"], line["value_error"], ".4f") + marks.get(line["standing"], "")
+        for _, line in summary.iterrows()
     ]
     shown = summary.assign(text=texts, column=summary["task"] + " (" + summary["metric"] + ")")
     wide = shown.groupby(["method", "asked", "column"], sort=False)["text"].last().unstack().fillna("")
@@ -223,11 +225,11 @@ def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
 
     The baseline is `generate()` of transformers at the same batch size in the same run, else the first decoder.
     """
-    own = frame[frame["by"].isin(SPEEDS)]
-    if own.empty:
-        return own.drop(columns="method").assign(method=None)
-    metrics = own.pivot(index="key", columns="metric", values="value")
-    lines = own.drop_duplicates("key").drop(columns=["metric", "value", "method"]).join(metrics, on="key")
+    of_speed = frame[frame["by"].isin(SPEEDS)]
+    if of_speed.empty:
+        return of_speed.drop(columns="method").assign(method=None)
+    metrics = of_speed.pivot(index="key", columns="metric", values="value")
+    lines = of_speed.drop_duplicates("key").drop(columns=["metric", "value", "method"]).join(metrics, on="key")
     lines = lines.assign(method=lines["policy"], gain=float("nan"))
     if "tokens_per_second" in lines:
         for _, same in lines.groupby(["task", "length", "batch", "folder"], sort=False, dropna=False):
@@ -252,7 +254,7 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def loads_of(rows: Sequence[Row]) -> pandas.DataFrame:
-    """Make one line of each load of a server at a rate, or at saturation (no rate); crowds are left out."""
+    """Make one line of each load of a server at a rate, or at saturation (no rate)."""
     found = [
         (row["model"], (row.get("coordinates") or {}).get("rate"), row["metrics"]["tokens_per_second"],
          row["metrics"]["request_seconds_p95"])
@@ -262,18 +264,17 @@ def loads_of(rows: Sequence[Row]) -> pandas.DataFrame:
     return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"]).astype({"rate": float})
 
 
-def untold(rows: Sequence[Row]) -> list[str]:
-    """Tell of rows without usable metrics, with the reasons, and of truncated prompts."""
-    told = []
+def problems_of(rows: Sequence[Row]) -> list[str]:
+    """Describe rows without usable metrics, with the reasons, and truncated prompts."""
+    problems = []
     for row in rows:
-        asked = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
-        where = ", ".join([row["method"], *asked, row["task"]])
+        budget = [] if row["budget"] is None else [asked_of(row | {"is_full": False})]
+        cell = ", ".join([row["method"], *budget, row["task"]])
         if row["status"] == NOT_FINITE:
             reason = ", ".join(f"{name} is {row['metrics'][name]}" for name in row.get("not_finite") or row["metrics"])
-            told.append(f"not finite, left out of the figures: {where}: {reason}")
+            problems.append(f"not finite, in no table or plot: {cell}: {reason}")
         elif row["status"] != DONE:
-            told.append(f"failed: {where}: {row.get('error', 'unknown')}")
+            problems.append(f"failed: {cell}: {row.get('error', 'unknown')}")
         elif row.get("prompts_cut"):
-            cut = "prompts were longer than the model's positions and lost their beginning"
-            told.append(f"{where}: {row['prompts_cut']} {cut}")
-    return told
+            problems.append(f"{cell}: {row['prompts_cut']} prompts exceeded the context and lost their beginning")
+    return problems

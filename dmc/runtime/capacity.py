@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dmc.budget import check_ratio, whole
+from dmc.budget import check_ratio, rounded_down
 from dmc.kernels.layout import FIRST_TABLE_BLOCKS, CacheLayout
 from dmc.runtime.pool_size import AUTO_FRACTION, Activations
 
@@ -33,7 +33,7 @@ def slots_after(layout: CacheLayout, num_tokens: int, ratio: float) -> int:
     Raises:
         ValueError: the ratio is below 1.
     """
-    return max(1, max(1, whole(num_tokens / check_ratio(ratio))) - min(layout.delay, num_tokens))
+    return max(1, max(1, rounded_down(num_tokens / check_ratio(ratio))) - min(layout.delay, num_tokens))
 
 
 def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size: int = 16) -> int:

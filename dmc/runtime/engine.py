@@ -139,7 +139,7 @@ class Engine:
             largest_pass = min(largest_pass, token_budget + (0 if policy is None else context))
         activations = Activations.of(model.config, layout, largest_pass, num_logits, shows_attention=policy is not None)
         limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
-        num_blocks = None if limit is None else layout.ranks.minimum(limit // layout.block_bytes(block_size))
+        num_blocks = None if limit is None else layout.ranks.all_reduce(limit // layout.block_bytes(block_size), "min")
         if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
             raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
         if compile and (reason := why_not_compiled(model, layout)) is not None:

@@ -73,10 +73,10 @@ class GenerationStats:
             bytes_fast=cache.bytes_fast(row),
             num_preemptions=sequence.num_preemptions,
             mean_tokens_seen=over.tokens / number,
-            mean_slots=slots + ranks.join_heads(entries.cpu()).double() / number + over.recent / number - recent,
-            mean_bytes_used=used + ranks.total(int(entries.sum())) * block / cache.block_size / number,
-            mean_bytes_allocated=allocated + ranks.total(blocks) * block / number,
-            peak_bytes_allocated=allocated + ranks.total(most) * block,
+            mean_slots=slots + ranks.all_gather(entries.cpu(), -1).double() / number + over.recent / number - recent,
+            mean_bytes_used=used + ranks.all_reduce(int(entries.sum())) * block / cache.block_size / number,
+            mean_bytes_allocated=allocated + ranks.all_reduce(blocks) * block / number,
+            peak_bytes_allocated=allocated + ranks.all_reduce(most) * block,
         )
 
 

@@ -76,7 +76,7 @@ class NextTokens:
         """
         cache = self._runner.cache
         # ranks may have summed in another order, and a token of their own would part them for good
-        *drawn, (num_free, *_) = cache.layout.ranks.of_first(packed).tolist()
+        *drawn, (num_free, *_) = cache.layout.ranks.broadcast(packed).tolist()
         if cache.layout.ranks.size == 1:
             cache.note_free(int(num_free))
         events: list[TokenEvent] = []

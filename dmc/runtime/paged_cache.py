@@ -281,7 +281,7 @@ class PagedCache:
 
     def blocks_held(self, row: int) -> int:
         """Blocks of a sequence, shared ones too; the most of any rank."""
-        return self.layout.ranks.maximum(self._owned_blocks(row).numel())
+        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel(), "max")
 
     def reserve(self, rows: list[int], num_new: list[int]) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
@@ -347,7 +347,7 @@ class PagedCache:
         counts = torch.tensor(num_new, dtype=torch.long, device=self.lengths.device)
         lengths = self.lengths[:, rows].long()
         grown = -(-(lengths + counts[None, :, None]) // self.block_size)
-        return self.layout.ranks.maximum(int((grown - -(-lengths // self.block_size)).sum()))
+        return self.layout.ranks.all_reduce(int((grown - -(-lengths // self.block_size)).sum()), "max")
 
     def _most_taken(self, num_computed_tokens: Tensor) -> int:
         """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
@@ -357,7 +357,7 @@ class PagedCache:
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""
-        self.note_free(self.layout.ranks.minimum(self.allocator.num_free))
+        self.note_free(self.layout.ranks.all_reduce(self.allocator.num_free, "min"))
 
     def note_free(self, num_blocks: int) -> None:
         """Learn how many blocks are free, on every rank, after all that has been fed."""
@@ -399,7 +399,7 @@ class PagedCache:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""
         recent = min(int(self.tokens_seen[row]), self.layout.delay)
         elsewhere = 0 if self.slow is None else self.slow.not_in_pages(row)[:, None]
-        return self.layout.ranks.join_heads(self.lengths[:, row].long().cpu()) + recent + elsewhere
+        return self.layout.ranks.all_gather(self.lengths[:, row].long().cpu(), -1) + recent + elsewhere
 
     @property
     def state_bytes(self) -> int:
@@ -409,14 +409,14 @@ class PagedCache:
     def bytes_allocated(self, row: int) -> int:
         """Bytes held for a sequence on all ranks: whole pages, tables and all state, in fast memory and slow."""
         slow = 0 if self.slow is None else self.slow.bytes_allocated(row)
-        return self.bytes_fast(row) + self.layout.ranks.total(slow)
+        return self.bytes_fast(row) + self.layout.ranks.all_reduce(slow)
 
     def bytes_fast(self, row: int) -> int:
         """Of `bytes_allocated`, those on the cache's device."""
-        return self.layout.ranks.total(self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes)
+        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes)
 
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""
         slots = int(self.lengths[:, row].sum())
         slow = 0 if self.slow is None else self.slow.bytes_used(row)
-        return self.layout.ranks.total(slots * self.block_bytes // self.block_size + self.state_bytes + slow)
+        return self.layout.ranks.all_reduce(slots * self.block_bytes // self.block_size + self.state_bytes + slow)

@@ -139,7 +139,7 @@ class PrefixCache:
         cache = self._cache
         most = 2 * cache.blocks_only_in(self) >= cache.allocator.num_blocks
         # each rank's pool grows by itself, but all must decide alike
-        return bool(cache.layout.ranks.maximum(most)) and self.reclaim(spared=1)
+        return bool(cache.layout.ranks.all_reduce(most, "max")) and self.reclaim(spared=1)
 
     def empty(self) -> None:
         """Drop all snapshots."""
@@ -167,7 +167,7 @@ class PrefixCache:
                     self._forget(old)
         most = MOST_STATES * self._cache.allocator.num_blocks * self._cache.block_bytes
         ranks = self._cache.layout.ranks  # the size of a state differs between ranks, and all must keep the same
-        while ranks.maximum(int(sum(each.num_bytes for each in self) > most)) and self.reclaim():
+        while ranks.all_reduce(int(sum(each.num_bytes for each in self) > most), "max") and self.reclaim():
             pass
 
     def _forget(self, snapshot: Snapshot) -> None:

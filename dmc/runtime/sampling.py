@@ -170,7 +170,7 @@ def new_generator(params: SamplingParams, ranks: Ranks, index: int = 0) -> torch
     """Make the source of draws of a prompt's `index`-th continuation, the same on all ranks; None: it is greedy."""
     if params.temperature == 0:
         return None
-    seed = ranks.minimum(int(torch.randint(2**62, ()))) if params.seed is None else params.seed
+    seed = ranks.all_reduce(int(torch.randint(2**62, ())), "min") if params.seed is None else params.seed
     return torch.Generator().manual_seed((seed + index) % 2**64)
 
 

@@ -302,7 +302,7 @@ class Scheduler:
         rows = [each.row for each in self.resting if each is not sequence and each.row is not None]
         spare = sum(map(self.cache.blocks_held, rows))
         if self.prefixes is not None:
-            spare += self.cache.layout.ranks.minimum(self.cache.blocks_only_in(self.prefixes))
+            spare += self.cache.layout.ranks.all_reduce(self.cache.blocks_only_in(self.prefixes), "min")
         return self.cache.has_free(wanted - spare)
 
     def _preempt_youngest(self) -> None:

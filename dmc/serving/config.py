@@ -135,7 +135,7 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
             if isinstance(memory, int | float):
                 memory = memory // number if isinstance(memory, int) else memory / number
         engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)
-    return Worker(engines, config.max_waiting, Ranks.on_hosts())
+    return Worker(engines, config.max_waiting, Ranks.new_gloo_group())
 
 
 def _load(path: str, dtype: str, revision: str | None) -> tuple[Any, Any]:

@@ -75,7 +75,7 @@ class Exporter(AfterStep):
         Called by all ranks: each reads its share of the text where the model's weights lie; rank 0 writes, and
         each rank its own parts of the weights where they are divided.
         """
-        ranks = Ranks.all()
+        ranks = Ranks.world()
         self._num_written += 1
         if self.dtype is not None and not self.strategy.exports_parts:
             model = twin(model, self.dtype)
@@ -120,13 +120,13 @@ class Exporter(AfterStep):
             model.compression = trained
 
     def _export(self, model: Any, folder: Path, card: ModelCard, overwrite: bool, name: str) -> None:
-        ranks, options = Ranks.all(), {"tokenizer": self.tokenizer, "card": card}
+        ranks, options = Ranks.world(), {"tokenizer": self.tokenizer, "card": card}
         if not self.strategy.exports_parts:
 
             def write() -> None:
                 export(model, folder, **options, overwrite=overwrite)
 
-            return ranks.while_others_wait(name, write)
+            return ranks.run_on_first(name, write)
         writers = self.strategy.writers
         with ExitStack() as stack:  # rank 0's alone holds the folder
 

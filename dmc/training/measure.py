@@ -113,7 +113,7 @@ def score_text(
                 first = sum(sizes[:own])
                 scores[first : first + len(found)] = found.cpu()
     assert scores is not None, "no batches"
-    scores = sharing.added(scores)  # rows of other ranks are 0: the sum is exact
+    scores = sharing.all_reduce(scores)  # rows of other ranks are 0: the sum is exact
     if not scores[:, 1].any():
         raise ValueError(f"no token of {len(scores)} held-out sequences is scored: use more or longer sequences")
     loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0

@@ -166,7 +166,7 @@ class RetrofitModule(LightningModule):
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Average the number of predicted tokens over the ranks, on the device and without waiting for it."""
         if "num_predicted" in batch:
-            batch["num_predicted"] = Ranks.all().averaged(batch["num_predicted"])
+            batch["num_predicted"] = Ranks.world().all_reduce(batch["num_predicted"], "avg")
         return batch
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

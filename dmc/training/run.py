@@ -88,7 +88,7 @@ def _keep_quiet() -> None:
     warnings.filterwarnings("ignore", message=".*`srun` command is available on your system but is not used.*")
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning's own
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `ResumableOrder`
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `Positions`
     warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
     warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
     if not is_rank_zero():

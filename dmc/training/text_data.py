@@ -20,9 +20,9 @@ from dmc.data import (
     Blend,
     DocumentSource,
     FactSequences,
-    OrderedDataset,
     PackedTokens,
-    ResumableOrder,
+    Positions,
+    Shuffled,
     StreamLoader,
     build_packed,
     check_text,
@@ -184,9 +184,10 @@ class TextData(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Open the training text."""
         if not self.config.data.streaming:
-            self._train = self._sequences("train")
+            train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
-                self._train = Subset(self._train, range(count))
+                train = Subset(train, range(count))
+            self._train = Shuffled(train, self.config.seed) if isinstance(train, Sized) else train
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader | CountedSteps:
         """Start at the sample after the last one that an optimizer step has consumed."""
@@ -208,9 +209,8 @@ class TextData(LightningDataModule):
             options |= {"worker_init_fn": leave_signals_to_parent}
             return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
         start = min(trainer.global_step * training.batch_size, self.num_draws)
-        order = ResumableOrder.over(self._train, self.config.seed, num_draws=self.num_draws, start=start, **rank)
-        dataset = OrderedDataset(self._train, order)
-        return DataLoader(dataset, sampler=order, worker_init_fn=leave_signals_to_parent, **options)
+        positions = Positions(self.num_draws, start, **rank)
+        return DataLoader(self._train, sampler=positions, worker_init_fn=leave_signals_to_parent, **options)
 
     def held_out(
         self, split: Literal["validation", "calibration", "test"], *, has_questions: bool = True

@@ -51,8 +51,8 @@ def test_worked_examples_are_exact(values, alpha, omega, window_size, expected):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("window_size", [*WINDOWS, 33, 40])
-@pytest.mark.parametrize("time", [1, 2, 5, 64, 65, 200])
+@pytest.mark.parametrize("window_size", [*WINDOWS, 33])
+@pytest.mark.parametrize("time", [1, 2, 65, 200])
 def test_values_and_gradients_are_those_of_the_definition(time, window_size, hard):
     leaves = draw(time, hard)
     out = accumulate(*leaves, window_size)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from dmc.config import build_config
-from dmc.data import FactSequences, FactWriter, ResumableOrder, TextSource, build_packed, train_tokenizer
+from dmc.data import FactSequences, FactWriter, TextSource, build_packed, train_tokenizer
 from dmc.data.config import FactsConfig
 from dmc.data.facts import SEEN_FORMS, UNSEEN_FORMS, weave
 
@@ -59,7 +59,7 @@ def test_lessons_come_one_after_the_other_and_then_whole_sequences(wordy):
     dataset = sequences(wordy)
     shapes = [tuple(dataset[position]["input_ids"].shape) for position in range(9)]
     assert shapes == [*[(8, 16)] * 2, *[(4, 32)] * 3, *[(2, 64)] * 2, *[(128,)] * 2]
-    assert ResumableOrder.over(dataset, 0, num_draws=9).index_at(5) == 5
+    assert dataset[5]["position"] == 5
     assert {tuple(sequences(wordy, has_lessons=False)[place]["input_ids"].shape) for place in range(9)} == {(128,)}
     with pytest.raises(ValueError, match="length=48 does not divide the 128 tokens"):
         sequences(wordy, lessons=[{"kind": "copies", "length": 48, "sequences": 1}])
@@ -106,10 +106,10 @@ def test_every_question_has_the_newest_value_of_its_key(wordy, options):
             assert tokens[begin : place - words] == asking and {*key} <= {*dataset.writer.keys}
             assert tokens[place] in values
             ends = range(words, begin + 1)
-            told = [at - 1 for at in ends if tokens[at - words : at] == key and {*tokens[at : at + 3]} & values]
+            places = [at - 1 for at in ends if tokens[at - words : at] == key and {*tokens[at : at + 3]} & values]
             asked += 1
             if "random_forms" not in options:  # whose random tokens may be words
-                assert next(token for token in tokens[told[-1] + 1 :] if token in values) == tokens[place]
+                assert next(token for token in tokens[places[-1] + 1 :] if token in values) == tokens[place]
     assert asked > 100
 
 
@@ -121,10 +121,10 @@ def test_halves_of_the_words_are_apart_and_a_run_says_no_word_of_the_other(wordy
     other = {*writers["second_half"].keys, *writers["second_half"].values}
     half = {"words": "first_half", "lessons": []}
     plain, facts = (sequences(wordy, has_lessons=False, keys=keys, **half) for keys in (1, 2))
-    told = [{*dataset[position]["input_ids"].tolist()} for dataset in (plain, facts) for position in range(20)]
-    assert all({*writers["first_half"].keys} & each for each in told)
-    in_text = {*np.concatenate([facts.packed[place]["input_ids"] for place in range(len(facts.packed))]).tolist()}
-    assert not (other - in_text) & set().union(*told)
+    texts = [{*dataset[position]["input_ids"].tolist()} for dataset in (plain, facts) for position in range(20)]
+    assert all({*writers["first_half"].keys} & text for text in texts)
+    in_text = {*np.concatenate([sequence["input_ids"] for sequence in facts.text.dataset]).tolist()}
+    assert not (other - in_text) & set().union(*texts)
     with pytest.raises(ValueError, match="words='both': expected one of all, first_half, second_half"):
         FactWriter(wordy[1], 5, "both")
 
@@ -177,7 +177,7 @@ def test_keys_of_several_words_are_distinct_and_share_few_words(wordy):
     assert len({*every}) == 25 and {word for key in every for word in key} == {*writer.keys}
 
 
-def test_forms_of_no_training_are_told_apart_and_words_that_lack_are_told(wordy):
+def test_unseen_forms_differ_and_too_few_words_are_refused(wordy):
     _, tokenizer = wordy
     writer, draw = FactWriter(tokenizer, 5), np.random.default_rng(0)
     key, value = writer.keys[0], writer.values[0]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.models.weights import empty_model
-from dmc.results.grid import plan_model
+from dmc.results.models import plan_model
 
 TOLERANCE = 1e-4
 KEYS = {"dms_window_size": 6, "dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_cr": 8}

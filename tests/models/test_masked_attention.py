@@ -105,7 +105,7 @@ def packed(time, *starts):
 
 
 @pytest.mark.parametrize(("delay", "keep_top"), FORMS)
-@pytest.mark.parametrize("time", [1, 2, 5, 65, 200])
+@pytest.mark.parametrize("time", [1, 5, 65, 200])
 def test_values_and_gradients_are_those_of_the_definition(time, delay, keep_top):
     tensors = draw(time)
     compare(tensors, attend(tensors, delay, keep_top), naive(tensors, delay, keep_top))

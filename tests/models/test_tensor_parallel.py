@@ -8,7 +8,7 @@ from launching import Processes
 from serving import report, sample_with_noise, serve_one_by_one, serve_shard
 
 from dmc import Engine, SamplingParams
-from dmc.models.tensor_parallel import load_shard, own_slice, shard_model
+from dmc.models.tensor_parallel import load_shard, shard_model
 from dmc.ranks import Ranks
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, [11, 12, 13], [70, 3, 70, 3, 70, 3, 5] * 3]
@@ -114,7 +114,7 @@ def test_every_rank_works_on_a_gpu_of_its_own(local_rank, num_devices, expected,
     monkeypatch.setattr(torch.distributed, "init_process_group", chosen.append)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: local_rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    Ranks.launched()
+    Ranks.init_process_group()
     assert chosen == [f"device {expected}", "nccl"]
 
 
@@ -126,10 +126,3 @@ def test_heads_that_cannot_be_divided_are_refused(make_stock):
 def test_loading_a_shard_alone_says_how_to_start(tmp_path):
     with pytest.raises(RuntimeError, match="start them with torchrun"):
         load_shard(tmp_path)
-
-
-def test_slices_of_all_ranks_are_the_whole():
-    weight = torch.arange(24.0).view(6, 4)
-    for dimension in (0, 1):
-        parts = [own_slice(weight, dimension, Ranks(rank, 2)) for rank in range(2)]
-        assert torch.equal(torch.cat(parts, dim=dimension), weight)

@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
-from dmc.models.token_losses import LossHead, Taught
+from dmc.models.token_losses import LossHead, Taught, num_predicted, token_mean
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -66,6 +66,18 @@ def test_a_mask_of_numbers_says_how_much_each_token_counts():
     torch.testing.assert_close(means, torch.tensor([float(expected), 0.0]))
     mask = weights > 0
     assert torch.equal(sequence_means(losses, targets, mask), sequence_means(losses, targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_weights_of_any_dtype_count_in_the_sum_as_in_the_number(dtype):
+    losses, ids = torch.rand(2, 6), torch.randint(9, (2, 6))
+    weights = torch.tensor([[5, 0, 9, 1, 2, 1], [1, 0, 0, 3, 0, 0]], dtype=dtype)
+    targets = next_tokens(ids, weights)
+    numbers = [0.0, 9, 1, 2, 1], [0.0, 0, 3, 0, 0]
+    sums = [(losses[row, :5] * torch.tensor(numbers[row])).sum() for row in range(2)]
+    torch.testing.assert_close(sequence_means(losses, targets, weights), torch.stack([sums[0] / 13, sums[1] / 3]))
+    for number in (None, num_predicted(weights)):
+        torch.testing.assert_close(token_mean(losses, targets, weights, number), sum(sums) / 16)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])

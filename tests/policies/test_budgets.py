@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dmc.budget import whole
+from dmc.budget import rounded_down
 from dmc.policies.budgets import (
     effective_window,
     in_proportion,
@@ -155,8 +155,8 @@ def test_rounding_keeps_every_partial_sum(shares):
 
 
 def test_a_whole_share_survives_its_last_digits():
-    assert whole(0.1 * 3 * 10) == whole(3.0000000001) == whole(2.9999999999) == 3
-    assert whole(2.999) == 2
+    assert rounded_down(0.1 * 3 * 10) == rounded_down(3.0000000001) == rounded_down(2.9999999999) == 3
+    assert rounded_down(2.999) == 2
 
 
 @pytest.mark.parametrize("decay", ["linear", "geometric", "exponential"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_rows import CONFIGS, NEEDLE, benchmark_rows, compare_grid, write_rows
+from report_rows import NEEDLE, benchmark_rows, compare_grid, write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -17,7 +17,7 @@ from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.data import train_tokenizer
-from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.grid import CompareConfig
 from dmc.results.report import read_folders, write_page
 
 VOCAB_SIZE = 300
@@ -67,12 +67,6 @@ def make_config(folders, tmp_path):
 
 
 @pytest.fixture
-def keys(make_config):
-    """Return a function from changes of that grid to the keys of its cells."""
-    return lambda **changes: [cell.key for cell in plan_grid(make_config(**changes), CONFIGS)]
-
-
-@pytest.fixture
 def beginning_tokenizer(folders):
     """One that puts a token of its own before a text, as Llama's do; the model has room for it."""
     found = AutoTokenizer.from_pretrained(folders.stock)
@@ -95,7 +89,7 @@ def offline_lm_eval(monkeypatch):
 
 @pytest.fixture(scope="session")
 def grid_page(tmp_path_factory):
-    """A report of the synthetic grid of 14 methods and of a benchmark."""
+    """A report of the synthetic grid of 8 methods and of a benchmark."""
     folder = tmp_path_factory.mktemp("grid")
     cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
     speeds = write_rows(benchmark_rows(), folder / "speeds" / "cells.jsonl")

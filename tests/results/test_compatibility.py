@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, pipeline
 
 from dmc import Engine, SamplingParams, load_model
 from dmc.budget import Budget
-from dmc.policies import H2O, SnapKV
+from dmc.policies import H2O
 
 PROMPTS = ["alpha beta gamma", "delta", "epsilon alpha beta delta gamma"]
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
@@ -81,7 +81,6 @@ TASKS = ["local_choice", "local_generation", "local_rolling"]
         ("hf", "", None),
         ("dmc", "", None),
         ("dmc", ",policy=h2o,ratio=4,policy.recent=4,engine.block_size=32", H2O(budget=Budget(ratio=4), recent=4)),
-        ("dmc", ",policy=snapkv,tokens=12,policy.window=4", SnapKV(budget=Budget(tokens=12), window=4)),
     ],
 )
 def test_lm_evals_own_command_line_gives_the_engines_numbers(

@@ -33,9 +33,9 @@ def test_the_verdict_names_the_caches_that_are_shown_to_be_as_good_on_each_task(
     for row in lost:
         row |= {"sample_values": [0.0] * 32, "metrics": {"exact_match": 0.0}}
     assert list(verdicts_of(read(rows + lost, tmp_path).summary)) == [
-        "loss, loss (full cache 3): as good: small_and_sure at CR 4 (26% of the bytes), large at CR 2 (50% of the "
-        "bytes); worse: 1, cannot tell: 1",
-        "needle, exact_match: shows nothing of compression, for the full cache has 0",
+        "loss, loss (full cache 3): as good in fewer bytes: small_and_sure at CR 4 (26% of the bytes), large at CR 2 "
+        "(50% of the bytes); worse: 1, cannot tell: 1",
+        "needle, exact_match: says nothing about compression: the full cache scores 0",
     ]
     assert not list(verdicts_of(read([compare_row("h2o", 4.0), compare_row("tova", 4.0)], tmp_path).summary))
 
@@ -80,9 +80,9 @@ def test_a_far_outlier_is_drawn_at_the_edge_and_told(tmp_path):
     rows = [constant_row(f"p{index}", 4.0, 3.0 + 0.01 * index) for index in range(8)]
     summary = read([*rows, constant_row("lost", 4.0, 90.0)], tmp_path).summary
     plot = draw_quality(summary)
-    assert plot.caption.endswith("Far outside, triangles at the edge: lost at CR 4 (90).")
+    assert plot.caption.endswith("Outliers, drawn as triangles at the edge: lost at CR 4 (90).")
     assert plot.axes.get_ylim()[1] < 4
-    assert "Far outside" not in draw_quality(summary[:-1]).caption
+    assert "Outliers" not in draw_quality(summary[:-1]).caption
 
 
 def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
@@ -107,7 +107,7 @@ def test_plots_and_data_lie_beside_the_page(grid_page):
     assert len(ids) == len(set(ids))  # of all drawings together
     with (folder / "results.csv").open() as file:
         assert [float(line["value"]) for line in csv.DictReader(file)] == list(findings.summary["value"])
-    assert all(words in text for words in verdicts_of(findings.summary)) and len(findings.summary) == 87
+    assert all(words in text for words in verdicts_of(findings.summary)) and len(findings.summary) == 51
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text
     assert "failed: base, tova, CR 8, needle: ValueError: a budget of 1 entry has no room for the newest token" in text

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,8 +71,12 @@ def store_of(cells):
     return Store(Path(cells[0].config.output) / "cells.jsonl")
 
 
-def work(cells):
-    run_cells(cells, store_of(cells), lambda model: (MODEL, None), lambda *_, **__: None)
+def work(cells, loading=lambda: None):
+    def load(model):
+        loading()
+        return MODEL, None
+
+    run_cells(cells, store_of(cells), load, lambda *_, **__: None)
 
 
 def lines(path):
@@ -105,7 +110,6 @@ def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(gr
     assert written(grid) == dict.fromkeys([cell.key for cell in grid], 1)
     began = Counter(number for _, number in lines(tmp_path / "log"))
     assert sorted(began) == list(range(8)) and sorted(began.values()) == [1] * 6 + [2, 2]
-    assert not list((tmp_path / "out" / "claims").iterdir())
 
 
 def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alone(grid):
@@ -126,14 +130,26 @@ def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alon
     assert list(divide(grid[:4], store)) == grid[:4]  # once at every start
 
 
-def test_a_claim_is_given_back_when_the_work_ends_early(grid, tmp_path):
+def test_with_overwrite_each_cell_is_measured_by_one_of_four_processes(grid, tmp_path):
+    work(grid)
+    again = [replace(cell, config=replace(cell.config, overwrite=True)) for cell in grid]
+    barrier = FORK.Barrier(4)  # each holds its first cell before any is measured
+    workers = [FORK.Process(target=work, args=(again, barrier.wait)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert written(grid) == dict.fromkeys([cell.key for cell in grid], 2)
+    assert len({pid for pid, _ in lines(tmp_path / "log")}) == 5
+
+
+def test_a_lock_is_given_back_when_the_work_ends_early(grid):
     store = store_of(grid)
 
     def stop(model):
-        assert len(list((tmp_path / "out" / "claims").iterdir())) == 1
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_cells(grid, store, stop)
-    assert not list((tmp_path / "out" / "claims").iterdir())
-    assert store.rows() == []
+    assert store.rows() == [] and next(divide(grid, store)) == grid[0]

@@ -23,7 +23,6 @@ from dmc.data import TextSource, framing_of, train_tokenizer
 from dmc.policies import H2O, LocalWindow, SnapKV, StreamingLLM
 from dmc.results.compare import memory_of
 from dmc.results.grid import plan_tasks
-from dmc.results.identity import identity_of
 from dmc.results.tasks import (
     Breakdown,
     FactRecall,
@@ -339,10 +338,10 @@ def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_i
     assert {each.metrics["exact_match"] for each in results} == {1.0}
 
 
-METHODS = {"full": None, "h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
+METHODS = {"h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
 
 
-@pytest.mark.parametrize("method", [*METHODS, "gates"])
+@pytest.mark.parametrize("method", ["h2o", "snapkv", "gates"])
 def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
     method, folders, word_tokenizer, make_config
 ):
@@ -474,22 +473,16 @@ def test_metrics_are_averaged_by_coordinates():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda _: Needle(haystack=FILLER, depths=[2]), "depths[0]=2: expected less than or equal to 1"),
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
-        (lambda _: Needle(haystack=FILLER, lengths=[]), "lengths=[]: expected at least 1 item"),
-        (lambda _: Needle(haystack=" "), "haystack=' ': expected an instance of DocumentSource or"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
         (lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300), "lengths: 20 tokens have no"),
         (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, turns=[1]), "turns[0]=1: expected greater than or equal to 2"),
-        (lambda _: MultiTurnRecall(haystack=FILLER, question="known"), "question='known': expected 'hidden'"),
         (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected at most the keys=5"),
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),
         (lambda tokenizer: FactRecall(haystack=FILLER).samples(tokenizer, 300), "num_keys=57: the tokenizer has"),
         (lambda _: TextLoss(TextSource("x")).samples(None, 300), "needs a tokenizer"),
-        (lambda _: identity_of(TextLoss(TextSource("absent.txt"))), "absent"),
     ],
 )
 def test_bad_settings_are_refused_with_what_was_expected(build, message, tokenizer):

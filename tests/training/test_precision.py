@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from dmc.compression import GateMode, GateTrace
 from dmc.config import build_config
-from dmc.models import next_tokens, with_token_losses
+from dmc.models import FAMILIES, next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.masked_attention import as_on
-from dmc.models.modeling import families
 from dmc.training.callbacks import adapter_init, step_metrics, validation
 from dmc.training.config import RunConfig
 from dmc.training.exporter import Exporter
@@ -157,7 +156,7 @@ def test_validation_resets_at_documents_as_training_does_and_an_export_is_scored
             given.append(documents is not None)
         return forward(self, *arguments, documents=documents, gate_mode=gate_mode, **options)
 
-    for family in families().values():
+    for family in FAMILIES.values():
         monkeypatch.setattr(family.attention_class, "forward", noted)
     monkeypatch.setattr(Exporter, "write", lambda *what, **how: given.append("export") or write(*what, **how))
     two_steps["training"] |= {"document_masking": resets, "calibrate": False}

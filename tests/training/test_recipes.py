@@ -11,7 +11,7 @@ import torch
 from launching import Ranks, logged, logged_losses, note_positions, train_ranks
 
 from dmc.config import build_config
-from dmc.data import ResumableOrder, TextSource, build_packed, framing_of, train_tokenizer
+from dmc.data import Shuffled, TextSource, build_packed, framing_of, train_tokenizer
 from dmc.models import load_model, retrofit
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.callbacks.step_metrics import RatioControl
@@ -89,8 +89,8 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
         config.data.cache_folder,
         framing=framing_of(tokenizer, config.data.tokenizer.bos, config.data.tokenizer.eod_token),
     )
-    order = ResumableOrder.over(packed, config.seed, num_draws=4)
-    items = [packed[order.index_at(position)] for position in range(4)]
+    shuffled = Shuffled(packed, config.seed)
+    items = [shuffled[position] for position in range(4)]
     assert len({int(item["loss_mask"].sum()) for item in items}) > 1
     model = fresh_model(config.model, len(tokenizer), config.seed)
     found = []

@@ -12,7 +12,7 @@ from launching import Ranks, logged_losses, note_positions, noted_positions
 
 from dmc.claims import ClaimedError
 from dmc.config import build_config
-from dmc.data import ResumableOrder
+from dmc.data import Positions
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.checkpoints.folder import TRAINER_STATE, read_tensors
 from dmc.training.checkpoints.saving import saved_checkpoints, step_name
@@ -167,7 +167,7 @@ def test_a_run_whose_text_has_changed_is_refused_until_it_is_put_back(
 
 
 def test_text_that_ends_too_early_exports_nothing(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(ResumableOrder, "__len__", lambda self: self.num_draws // self.world_size - BATCH)
+    monkeypatch.setattr(Positions, "__len__", lambda self: self.num_draws // self.world_size - BATCH)
     with pytest.raises(ValueError, match=f"text ended after step {STEPS - 1} of {STEPS}"):
         train(build_config(RunConfig, values))
     assert not (tmp_path / "run" / "final").exists()

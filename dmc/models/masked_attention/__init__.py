@@ -137,7 +137,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     _check_shapes(query, (key, value), log_keep, (recent_key, recent_value), hidden, documents)
     dtype = _product_dtype(query)
-    states = [None if each is None else each.to(dtype) for each in (query, key, value, recent_key, recent_value)]
+    states = [None if tensor is None else tensor.to(dtype) for tensor in (query, key, value, recent_key, recent_value)]
     bounds = (None, None) if documents is None else (documents.first, documents.end)
     operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, *form)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype

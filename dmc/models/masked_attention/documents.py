@@ -32,4 +32,4 @@ class Documents:
 
     def to(self, device: Any) -> Documents:
         """Move the tensors to a device."""
-        return Documents(*(each.to(device, non_blocking=True) for each in (self.starts, self.first, self.end)))
+        return Documents(*(tensor.to(device, non_blocking=True) for tensor in (self.starts, self.first, self.end)))

@@ -91,7 +91,7 @@ def fused_attention_backward(
 
     grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
     recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
-    log_keep, hidden, first, end = (_contiguous(each) for each in (log_keep, hidden, first, end))
+    log_keep, hidden, first, end = (_contiguous(tensor) for tensor in (log_keep, hidden, first, end))
     gradients = _shapes_of_backward(query, key, value, log_keep, recent)
     query_grad, key_grad, value_grad, *others = gradients
     bias_grad = None if log_keep is None else others[0]
@@ -124,10 +124,10 @@ def _shapes_of_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _shapes_of_backward(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    gradients = [torch.empty_like(each) for each in (query, key, value)]
+    gradients = [torch.empty_like(states) for states in (query, key, value)]
     if log_keep is not None:
         gradients.append(torch.empty_like(log_keep, memory_format=torch.contiguous_format))
-    return gradients + [torch.empty_like(each) for each in recent or ()]
+    return gradients + [torch.empty_like(states) for states in recent or ()]
 
 
 fused_attention.register_fake(_shapes_of_forward)
@@ -190,7 +190,7 @@ def _contiguous(states: Tensor | None) -> Tensor | None:
 
 
 def _strides(*states: Tensor) -> list[tuple[int, ...]]:
-    return [each.stride()[:3] for each in states]
+    return [tensor.stride()[:3] for tensor in states]
 
 
 def _grid(states: Tensor, size: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from dmc.results import plots
 from dmc.results.measurement import DONE, Row, to_frame
 from dmc.results.statistics import MARGIN, asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows, replace_file
-from dmc.results.tables import LEGEND, SPEEDS, all_tasks, loads_of, result_table, speed_table, speeds_of, untold
+from dmc.results.tables import LEGEND, SPEEDS, all_tasks, loads_of, problems_of, result_table, speed_table, speeds_of
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
@@ -29,7 +29,7 @@ SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
     **dict.fromkeys(("position", "turn", "length", "entries"), "By position, turn or length"),
 }
-"""Where plots by place stand; others are what gates merge and policies leave."""
+"""Sections of plots by their coordinates; others show what the cache holds."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Findings:
     """Of `tables.speeds_of`, with `source`."""
     loads: pandas.DataFrame
     """Of `tables.loads_of`."""
-    untold: list[str]
-    """Of `tables.untold`."""
+    problems: list[str]
+    """Of `tables.problems_of`."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Folder, command and environment of groups of rows, which the column `source` counts from 1."""
 
@@ -91,7 +91,7 @@ def read_folders(
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     beside = beside_baselines(frame, reference)
-    return Findings(summary, places, beside, speeds, loads_of(rows), untold(rows), sources)
+    return Findings(summary, places, beside, speeds, loads_of(rows), problems_of(rows), sources)
 
 
 def _source(row: Row) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
         yield "Speed", plots.draw_load(findings.loads)
     for (_, by, _), lines in findings.places.groupby(["task", "by", "metric"], sort=False):
         for plot in plots.draw_places(lines):
-            yield SECTIONS.get(str(by), "What gates merge and policies leave"), plot
+            yield SECTIONS.get(str(by), "What the cache holds"), plot
 
 
 def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
@@ -163,7 +163,7 @@ def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
         if judged.empty:
             continue
         if len(full) and lines["higher_is_better"].all() and full.iloc[-1] <= 5 * MARGIN:
-            yield f"{task}, {metric}: shows nothing of compression, for the full cache has {full.iloc[-1]:.4g}"
+            yield f"{task}, {metric}: says nothing about compression: the full cache scores {full.iloc[-1]:.4g}"
             continue
         good = [
             f"{line.label} ({line.share:.0%} of the bytes)"
@@ -173,7 +173,7 @@ def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
         counts = judged["standing"].value_counts()
         others = f"worse: {counts.get('worse', 0)}, cannot tell: {counts.get('unknown', 0)}"
         beside = f" (full cache {full.iloc[-1]:.4g})" if len(full) else ""
-        yield f"{task}, {metric}{beside}: as good: {', '.join(good) or 'none that is smaller'}; {others}"
+        yield f"{task}, {metric}{beside}: as good in fewer bytes: {', '.join(good) or 'none'}; {others}"
 
 
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
@@ -184,7 +184,7 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
     if len(findings.speeds):
-        yield "Speed and memory", "Medians; decoders of one batch size took turns.", speed_table(findings.speeds)
+        yield "Speed and memory", "Medians. Decoders of one batch size ran in turns.", speed_table(findings.speeds)
 
 
 def _kinds(texts: pandas.DataFrame) -> list[str]:

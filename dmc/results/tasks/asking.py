@@ -58,21 +58,21 @@ class Asking:
         groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.prompt)]
         if len(groups) < len(samples):
             return [result for group in groups for result in self._ask_forks(engine, group)]
-        prompts, after = [each.prompt for each in samples], [each.after for each in samples]
+        prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
         generations = engine.generate(prompts, self.params(), progress=False, after=after)
-        right = [each.continuation for each in samples]
+        right = [sample.continuation for sample in samples]
         scorings = engine.score_with_stats(prompts, right, of_given_tokens, after)
         return self._results(engine, samples, generations, scorings)
 
     def _ask_forks(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """Answer samples that share a prompt, each from a fork of the same cache."""
-        after, right = [each.after for each in samples], [each.continuation for each in samples]
+        after, right = [sample.after for sample in samples], [sample.continuation for sample in samples]
         with engine.session() as session:
             session.feed(samples[0].prompt)
             with ExitStack() as stack:
                 forks = [stack.enter_context(session.fork()) for _ in samples]
                 turns = zip(after, forks, strict=True)
-                requests = [engine.submit(each, self.params(), fork) for each, fork in turns]
+                requests = [engine.submit(tokens, self.params(), fork) for tokens, fork in turns]
                 engine.run(requests, progress=False)
             with ExitStack() as stack:
                 forks = [stack.enter_context(session.fork()) for _ in samples]

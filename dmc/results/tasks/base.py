@@ -56,7 +56,7 @@ Depths = Annotated[Sequence[Share], Field(min_length=1)]
 class Task(Protocol):
     """Interface of a quality measurement, during which memory is measured too; configured by `configs/task/*.yaml`.
 
-    A dataclass whose options, documents and own code define its samples, see `dmc.results.identity`.
+    A dataclass: its options are the settings in its rows.
     """
 
     main_metric: str
@@ -86,10 +86,10 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
         where there is no sample. Empty for a task without a grid.
     """
     found: dict[str, dict[str, list[Any]]] = {}
-    breakdown = [each for result in results for each in result.breakdown]
-    for names in dict.fromkeys(tuple(each.coordinates) for each in breakdown):
+    breakdown = [part for result in results for part in result.breakdown]
+    for names in dict.fromkeys(tuple(part.coordinates) for part in breakdown):
         lines = pandas.DataFrame(
-            [each.coordinates | each.metrics for each in breakdown if tuple(each.coordinates) == names]
+            [part.coordinates | part.metrics for part in breakdown if tuple(part.coordinates) == names]
         )
         axes = {name: sorted({*lines[name].tolist()}) for name in names}
         index = pandas.MultiIndex.from_product(axes.values(), names=names)

@@ -108,8 +108,8 @@ def _of_gates(engine: Engine, decisions: Tensor) -> list[Breakdown]:
     for count in range(step, length + 1, step):
         shares = held_fraction(decisions[:, None, :, :count].float(), delay=delay).mean((1, 2))
         breakdown += [
-            Breakdown({"tokens": count, "layer": layer}, {"share_held": float(each)})
-            for layer, each in enumerate(shares)
+            Breakdown({"tokens": count, "layer": layer}, {"share_held": float(share)})
+            for layer, share in enumerate(shares)
         ]
     for layer, heads in enumerate(decisions[..., : max(0, length - delay)]):
         counts = torch.bincount(segment_lengths(heads).clamp(max=NUM_BINS), minlength=NUM_BINS + 1)

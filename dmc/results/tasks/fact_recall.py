@@ -109,7 +109,7 @@ class FactRecall(Asking):
         if self.question != "in_turn":
             return samples
         asked_in_turn = [samples[index] for index in draw.permutation(len(samples))]
-        turns = [context, *(each.after for each in asked_in_turn)]
-        answers = {turn: each.continuation for turn, each in enumerate(asked_in_turn, 1)}
-        whole = [token for turn in turns for token in turn]
-        return [Turns(whole, asked_in_turn[-1].continuation, context=number, turns=turns, answers=answers)]
+        turns = [context, *(sample.after for sample in asked_in_turn)]
+        answers = {turn: sample.continuation for turn, sample in enumerate(asked_in_turn, 1)}
+        conversation = [token for turn in turns for token in turn]
+        return [Turns(conversation, asked_in_turn[-1].continuation, context=number, turns=turns, answers=answers)]

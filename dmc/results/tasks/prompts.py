@@ -56,8 +56,8 @@ class Encoder:
         windows: Any = build_packed(haystack, self.tokenizer, count, cache_folder, framing=framing)
         line_end = self.encode("\n")[-1]
         places = spread(number, len(windows))
-        chosen = [windows[places[each % len(places)]]["input_ids"] for each in range(number)]
-        return [torch.where(each == framing.end, line_end, each).tolist() for each in chosen]
+        chosen = [windows[places[index % len(places)]]["input_ids"] for index in range(number)]
+        return [torch.where(window == framing.end, line_end, window).tolist() for window in chosen]
 
 
 def beginning_of_answer(question: str) -> str:

@@ -275,6 +275,6 @@ class MultiTurnRecall(TextRecall):
         fillers[0] = [*encoder.begin, *encoder.encode(self.fact.format(**values)), *fillers[0]]
         asked, start = encoder.ask(self.question_text.format(**values))
         turns = [*fillers[: turn - 1], [*asked, *start]]
-        prompt = [token for each in turns for token in each]
+        prompt = [token for turn in turns for token in turn]
         answer, reply = encoder.encode(f" {values['number']}"), self.params(self.reply_tokens)
         return Turns(prompt, answer, place, turns=turns, answers={turn - 1: answer}, reply=reply)

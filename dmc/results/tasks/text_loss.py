@@ -87,7 +87,7 @@ class TextLoss(TextTask):
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`."""
-        prompts, continuations = [each.prompt for each in samples], [each.continuation for each in samples]
+        prompts, continuations = [sample.prompt for sample in samples], [sample.continuation for sample in samples]
         results = []
         for scoring, sample in zip(
             engine.score_with_stats(prompts, continuations, of_given_tokens), samples, strict=True

@@ -64,7 +64,7 @@ def _set_measured(trainer: Trainer, module: Any, batches: list[Any], settings: S
     """Set the decision biases of the adapters by the cost of each head; return the costs, [L, H] nats per token."""
     model = module.model
     with trainer.precision_plugin.forward_context():
-        costs = measure_head_sensitivity(model, batches, "sensitivity of each head", Ranks.all())
+        costs = measure_head_sensitivity(model, batches, "sensitivity of each head", Ranks.world())
     wanted = decision_biases(costs, settings.spread, settings.floor) / model.compression.decision_scale
     for adapter, biases in zip(model.adapters(), wanted, strict=True):
         module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
@@ -121,11 +121,11 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
 
 def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: RegressionInitConfig) -> None:
     """Fit the adapters to a second pass over the text, each rank some layers, for the sums of all are large."""
-    model, ranks = module.model, Ranks.all()
+    model, ranks = module.model, Ranks.world()
     own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
     with trainer.precision_plugin.forward_context():
         fitted = fit_scores(model, batches, settings.ridge, own, None if ranks.rank else "second pass")
-    found = {index: fit for part in ranks.objects(fitted) for index, fit in part.items()}
+    found = {index: fit for part in ranks.all_gather_object(fitted) for index, fit in part.items()}
     for adapter, rows in zip(model.adapters(), decision_rows([found[index] for index in sorted(found)]), strict=True):
         rows[:, -1] += model.compression.decision_offset
         rows /= model.compression.decision_scale

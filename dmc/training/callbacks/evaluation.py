@@ -74,7 +74,7 @@ def score_answers(model: Any, samples: Sequence[Sample], batch_size: int, sharin
                 losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
                 right = (logits.argmax(-1) == answers).all(-1)
                 found += torch.stack((right.double().sum(), losses.double().mean(-1).sum())).cpu()
-    exact_match, loss = (sharing.added(found) / len(samples)).tolist()
+    exact_match, loss = (sharing.all_reduce(found) / len(samples)).tolist()
     return AnswerScore(exact_match, loss)
 
 
@@ -148,7 +148,7 @@ class Evaluation(AfterStep):
         batch_size = pl_module.config.training.micro_batch_size
         for name, samples in self._samples.items():
             with trainer.precision_plugin.forward_context():
-                score = score_answers(pl_module.model, samples, batch_size, Ranks.all())
+                score = score_answers(pl_module.model, samples, batch_size, Ranks.world())
             metrics |= {f"validation/{name}": score.exact_match, f"validation/{name}_loss": score.loss}
         if trainer.is_global_zero:
             for logger in trainer.loggers:

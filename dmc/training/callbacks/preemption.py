@@ -72,7 +72,7 @@ class Preemption(Callback):
             ClaimedError: another start has taken over the run; on all ranks.
         """
         own = bool(self._received), self.displaced.is_set(), bool(self._received & REQUEUE_SIGNALS)
-        stops, displaced, requeue = self.hosts.added(torch.tensor(own, dtype=torch.int64)).tolist()
+        stops, displaced, requeue = self.hosts.all_reduce(torch.tensor(own, dtype=torch.int64)).tolist()
         if not stops and not displaced:
             return
         if displaced:

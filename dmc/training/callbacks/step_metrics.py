@@ -189,7 +189,7 @@ class StepMetrics(AfterStep):
         norm = module.strategy.gradient_norm(module)
         names = list(module.micro_batch_metrics[0])
         means = [torch.stack([each[name].double() for each in module.micro_batch_metrics]).mean() for name in names]
-        figures = Ranks.all().averaged(torch.stack([*means, norm.to(module.device).double()]))
+        figures = Ranks.world().all_reduce(torch.stack([*means, norm.to(module.device).double()]), "avg")
         is_skipped = ~figures.isfinite().all() | (self._bad_in_a_row >= self.training.max_nonfinite_steps)
         self._bad_in_a_row = (self._bad_in_a_row + 1) * is_skipped
         self.skipped_steps = self.skipped_steps + is_skipped

@@ -44,7 +44,7 @@ class Throughput(AfterStep):
         """Log at the logger's rate, over the steps since the last time."""
         self._steps += 1
         if self._steps > 0 and step % self.config.training.log_every_steps == 0:
-            memory = pl_module.strategy.hosts.maximum(peak_memory(pl_module.device))
+            memory = pl_module.strategy.hosts.all_reduce(peak_memory(pl_module.device), "max")
             measured = self._measure(trainer, pl_module) | {"train/peak_memory_gib": memory / 2**30}
             for logger in trainer.loggers:
                 logger.log_metrics(measured, step=step - 1)

@@ -47,7 +47,7 @@ class Validation(AfterStep):
         """Validate after every `every_steps`-th step."""
         if step % self.every_steps == 0 or step == trainer.max_steps:
             with trainer.precision_plugin.forward_context():
-                score = score_text(pl_module.model, self._batches, "validate", Ranks.all())
+                score = score_text(pl_module.model, self._batches, "validate", Ranks.world())
             self.log_score(trainer, score)
 
     def log_score(self, trainer: Trainer, score: TextScore) -> None:

@@ -78,7 +78,7 @@ def on_every_rank(act: Callable[[], Result], ranks: Ranks) -> list[Result]:
         result = act()
     except Exception as error:
         cause, problem = error, reason_of(error)
-    found: Any = ranks.objects((result, problem))
+    found: Any = ranks.all_gather_object((result, problem))
     failed = next((each for _, each in found if each is not None), None)
     if failed is not None:
         raise OSError(failed) from cause
@@ -115,7 +115,7 @@ def write_header(folder: Path, header: Header, ranks: Ranks = ALONE) -> None:
         OSError: on all ranks, where one could not.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = _listed(ranks.objects(names)[0], folder, ranks, flush=True)
+    files = _listed(ranks.all_gather_object(names)[0], folder, ranks, flush=True)
 
     def write() -> None:
         if ranks.rank > 0:

@@ -141,7 +141,7 @@ class CheckpointSaver:
             OSError: this one, or the one before, could not be written; what was there still is.
         """
         self.wait()
-        target = Path(ranks.objects(str(target))[0])
+        target = Path(ranks.all_gather_object(str(target))[0])
         partial = target.with_name(f"{target.name}.partial")
 
         def make_room() -> None:

@@ -10,8 +10,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from dmc.data import MegatronSource, local_copy
 from dmc.data.streaming import check_stream_shards
+from dmc.models.conversion import check_retrofit
 from dmc.models.gqa import merge_heads_of_config
-from dmc.models.modeling import check_retrofit
 from dmc.models.tensor_parallel import check_divides
 from dmc.training.config import RunConfig
 from dmc.training.stages import Plan

@@ -93,8 +93,8 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         places = torch.arange(torch.Size(self.mesh_shape).numel()).view(-1, tensor, context)
         places = places.transpose(1, 2).reshape(self.mesh_shape)
         self._device_mesh = DeviceMesh(device_type, places, mesh_dim_names=MESH_NAMES)
-        self.context_ranks = Ranks.neighbors(context, context)
-        self.head_ranks = self.context_ranks if tensor == 1 else Ranks.neighbors(context * tensor, context)
+        self.context_ranks = Ranks.new_subgroups(context, context)
+        self.head_ranks = self.context_ranks if tensor == 1 else Ranks.new_subgroups(context * tensor, context)
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model in DistributedDataParallel if each rank has a copy."""
@@ -232,5 +232,5 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained[name])  # the norms' are new ones under SequenceParallel
     ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
-    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: (ranks.parted(inputs[0], TIME), *inputs[1:]))
-    model.model.norm.register_forward_pre_hook(lambda _, inputs: (ranks.join(inputs[0], TIME), *inputs[1:]))
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: (ranks.scatter(inputs[0], TIME), *inputs[1:]))
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: (ranks.all_gather(inputs[0], TIME), *inputs[1:]))

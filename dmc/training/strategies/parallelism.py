@@ -68,7 +68,7 @@ class Parallelism:
     @cached_property
     def hosts(self) -> Ranks:
         """Return a CPU group of the ranks, whose collectives wait for no device; all ranks call this together."""
-        return Ranks.on_hosts()
+        return Ranks.new_gloo_group()
 
     @cached_property
     def writers(self) -> Ranks:
@@ -76,7 +76,7 @@ class Parallelism:
 
         Its collectives wait for a day: one rank joins the parts of an export, however large, while the others wait.
         """
-        return Ranks.on_hosts(timedelta(days=1))
+        return Ranks.new_gloo_group(timedelta(days=1))
 
     def load(self, path: str, is_teacher: bool = False) -> Any:
         """Load the run's model, or one to learn from; without weights until it is divided where ranks hold parts."""
@@ -219,7 +219,7 @@ class Parallelism:
         on_every_rank(complete, self.writers)
         distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
         differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
-        if differing := [name for each in self.writers.objects(differing) for name in each]:
+        if differing := [name for each in self.writers.all_gather_object(differing) for name in each]:
             raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
 
 

@@ -4,7 +4,7 @@ import pytest
 from launching import logged
 
 from dmc.config import build_config
-from dmc.data import OrderedDataset
+from dmc.data import Shuffled
 from dmc.models import load_model
 from dmc.training import module
 from dmc.training.callbacks import throughput
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, clock):
     clock(RetrofitModule, "loss_at", 3.0)  # twice per step
-    clock(OrderedDataset, "__getitem__", 0.5)  # four times per step
+    clock(Shuffled, "__getitem__", 0.5)  # four times per step
     clock(Validation, "log_score", 1000.0)
     run_values["training"] |= {"log_every_steps": 2, "activation_checkpointing": True}
     run_values["trainer"]["peak_teraflops"] = 1e-6

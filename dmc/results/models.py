@@ -1,0 +1,102 @@
+"""The models of a comparison: what a user names, and what can be said of it without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import StrictInt
+from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+from dmc.config.settings import build_config, checked_dataclass, suggest
+
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
+"""Types of the files that make a model: weights, configuration, tokenizer and chat template, but no README."""
+
+
+@checked_dataclass(frozen=True)
+class ComparedModel:
+    """A model of the grid."""
+
+    path: str
+    """Folder or hub name of a stock or compressed model."""
+    dtype: str = "auto"
+    revision: str | None = None
+    """Hub revision."""
+    variant: str | None = None
+    """Common name of models that differ in their seed, one line of a table: `{a: {path: A, variant: cr4, seed: 0}, b:
+    {path: B, variant: cr4, seed: 1}}`; None: the model is its own variant."""
+    seed: StrictInt | None = None
+    """Seed of the model within its variant: a compressed model is compared with the reference of its seed."""
+    policies: list[str] | None = None
+    """Names of the grid's policies to run on it; None: all."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of the grid that is there, but not loaded."""
+
+    name: str
+    settings: ComparedModel
+    target_ratio: float | None
+    """Target ratio of its learned gates; None: a stock model."""
+    target_counts: str | None
+    """What that ratio counts, see `CompressionConfig`."""
+    num_layers: int
+    version: str | None
+    """When its files were last modified, or its commit on the hub."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it has learned gates."""
+        return self.target_ratio is not None
+
+    @property
+    def row_settings(self) -> dict[str, Any]:
+        """Settings in its rows; `policies` choose cells, and change none."""
+        chosen = {name: value for name, value in asdict(self.settings).items() if name != "policies"}
+        return chosen | {"version": self.version}
+
+    @property
+    def variant(self) -> str:
+        """Common name of models that differ in their seed."""
+        return self.settings.variant or self.name
+
+
+def plan_model(name: str, value: Any) -> PlannedModel:
+    """Read a model of the grid, and identify it without loading it.
+
+    Args:
+        name: its name.
+        value: a folder or hub name, or a mapping with the fields of `ComparedModel`.
+    Raises:
+        ValueError: a field is unknown or of another type, or there is no such model.
+    """
+    where = f"models.{name}"
+    model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir() and (folder.parent.is_dir() or model.path.startswith(("/", ".", "~"))):
+        beside = (str(other) for other in folder.parent.glob("*") if other.is_dir())
+        raise ValueError(f"{where}: there is no folder {model.path}; {suggest(folder, beside)}")
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
+    except OSError as error:
+        raise ValueError(f"{where}={model.path}: {str(error).splitlines()[0]}") from error
+    if "model_type" not in values:
+        raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
+    compressed = str(values["model_type"]).startswith("dmc_")
+    gates = values["compression"] if compressed else {"target_ratio": values.get("dms_cr"), "target_counts": "decided"}
+    ratio = None if gates["target_ratio"] is None else float(gates["target_ratio"])  # without one: a stock model
+    counts = None if ratio is None else gates.get("target_counts", "held")
+    version = _version(folder, model)
+    return PlannedModel(name, model, ratio, counts, values["num_hidden_layers"], version)
+
+
+def _version(folder: Path, model: ComparedModel) -> str | None:
+    if not folder.is_dir():
+        return extract_commit_hash(cached_file(model.path, "config.json", revision=model.revision), None)
+    modified = max(path.stat().st_mtime for path in folder.glob("*") if path.suffix in MODEL_FILES)
+    return datetime.fromtimestamp(modified, timezone.utc).isoformat(" ", "seconds")
