@@ -2,8 +2,7 @@
 
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressedCache, CompressionConfig, DecidedTokens, GateMode, GateOutput, GateTrace
-from dmc.compression.fixed import fixed_decisions
-from dmc.compression.gates import Compressor
+from dmc.compression.gates import Compressor, fixed_decisions
 from dmc.compression.losses import HeadAgreement, compression_loss, head_agreement_loss, held_fraction
 from dmc.compression.relaxation import hard_decisions, sample_decisions, straight_through
 from dmc.compression.rotary import leader_scale, rotate

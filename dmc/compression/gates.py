@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, DecidedTokens, GateMode, GateOutput
-from dmc.compression.fixed import fixed_decisions, positions_since
 from dmc.compression.relaxation import hard_decisions, log_one_minus_sigmoid, sample_decisions, sample_generators
 from dmc.compression.rotary import leader_scale, neuron_scale
 from dmc.ranks import ALONE, Ranks
@@ -196,3 +195,24 @@ class Compressor:
 def hard_log_append(alpha: Tensor) -> Tensor:
     """Return log(1 - alpha), 0 or -inf, of decisions that are 0 or 1; any shape, float32 as `alpha`."""
     return torch.zeros_like(alpha).masked_fill(alpha > 0, -torch.inf)
+
+
+def fixed_decisions(positions: Tensor, ratio: float) -> Tensor:
+    """Return whether each token is merged under Fixed Memory Pooling (a baseline of DMC, arXiv:2403.09636).
+
+    alpha_t = 0 if t = 0 or floor(t / CR) != floor((t - 1) / CR), else 1: CR 4 gives 0111 0111, CR 2.5 gives 0110101101.
+
+    Args:
+        positions: position t of each token in its sequence or document, int64, any shape.
+        ratio: compression ratio CR >= 1, an integer or not.
+    Returns:
+        bool, shape of `positions`.
+    """
+    places = positions.double()  # in float32 two devices may round a position at a group's border differently
+    return (positions > 0) & (torch.floor(places / ratio) == torch.floor((places - 1) / ratio))
+
+
+def positions_since(starts: Tensor) -> Tensor:
+    """Count tokens from the last start on, 0 at a start; True at starts, bool [B, T] -> int64 [B, T]."""
+    places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    return places - places.where(starts, 0).cummax(-1).values

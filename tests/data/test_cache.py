@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import datasets
 import multiprocess
 import numpy as np
 import pytest
+from launching import CONTEXT
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import PackedTokens, StandardLibrarySource, TextSource, build_packed
@@ -19,7 +19,6 @@ from dmc.data import train_tokenizer as train
 from dmc.data.encoding import encode_documents
 
 LENGTH = 16
-CONTEXT = multiprocessing.get_context("forkserver")
 
 Build = Callable[..., PackedTokens]
 
@@ -174,8 +173,11 @@ def build_slowly(corpus, tokenizer, folder, tokenize_num_proc):
 
 
 @pytest.mark.parametrize("tokenize_num_proc", [1, 2])
-def test_killed_build_leaves_nothing_in_the_way_of_the_next(tokenize_num_proc, expected, corpus, tmp_path, tokenizer):
+def test_killed_build_leaves_nothing_in_the_way_of_the_next(
+    tokenize_num_proc, expected, corpus, tmp_path, tokenizer, monkeypatch
+):
     folder = tmp_path / "cache"
+    monkeypatch.setattr("dmc.data.cache._JOB_BYTES", 100)  # as in the killed process: what it finished is taken
     process = CONTEXT.Process(target=build_slowly, args=(str(corpus), tokenizer, folder, tokenize_num_proc))
     process.start()
     while not list(folder.glob(".*.partial/*")):

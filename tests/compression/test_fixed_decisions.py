@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dmc.compression import CompressionConfig, Compressor, GateMode, fixed_decisions
-from dmc.compression.fixed import positions_since
+from dmc.compression.gates import positions_since
 
 
 @pytest.mark.parametrize(
