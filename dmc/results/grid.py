@@ -359,7 +359,7 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     asked = dict.fromkeys((None, name) if name is not None else (parse_budget(budget), None) for budget, name in whose)
     methods = []
     for name, settings in policies.items():
-        every = [Method(name, settings, *each) for each in asked] if settings else [Method(name)]
+        every = [Method(name, settings, *budget) for budget in asked] if settings else [Method(name)]
         for method in every:
             holds_all = isinstance(method.build(), ReadingPolicy)
             if method.bytes_of is None or not holds_all:

@@ -114,5 +114,7 @@ class Asking:
                     if turn + 1 == len(chat.turns):
                         stats[index] = generation.stats
                         sessions[index].close()
-        means = [{name: fmean(each.metrics[name] for each in own) for name in own[0].metrics} for own in breakdown]
-        return [SampleResult(each, stats[index], breakdown[index]) for index, each in enumerate(means)]
+        means = [
+            {name: fmean(part.metrics[name] for part in turns) for name in turns[0].metrics} for turns in breakdown
+        ]
+        return [SampleResult(metrics, stats[index], breakdown[index]) for index, metrics in enumerate(means)]
