@@ -18,7 +18,7 @@ from dmc.megatron.checkpoint import LAYER, Checkpoint, read_checkpoint
 from dmc.megatron.tensors import EMBEDDING, OUTPUT, Part, parts_of
 from dmc.models.loading import load_tokenizer
 from dmc.models.weights import INDEX_NAME, check_weights
-from dmc.training.export import ModelCard, describe
+from dmc.training.model_folder import ModelCard, describe
 
 FILE_SIZE = 2 * 10**9
 """Bytes of weights in one file, and in memory at once."""

@@ -12,7 +12,7 @@ from dmc.config import build_config
 from dmc.models import CompressedCausalLM, load_model
 from dmc.training.callbacks.preemption import PreemptedError
 from dmc.training.config import RunConfig
-from dmc.training.exporter import Exporter, export_checkpoint, roomy_device
+from dmc.training.export import Exporter, choose_device, export_checkpoint
 from dmc.training.measure import score_text
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.record import check_same_run, read_config, record_run
@@ -325,7 +325,7 @@ def test_a_gpu_exports_where_it_has_room_for_the_model_twice(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 4000))
-    assert roomy_device(torch.nn.Linear(250, 1, bias=False)) == device  # 1,000 bytes
+    assert choose_device(torch.nn.Linear(250, 1, bias=False)) == device  # 1,000 bytes
     assert (device == "cpu") == ("the CPU exports" in caplog.text)
 
 
@@ -369,7 +369,7 @@ def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run
     assert hub.commits == 1
     export_checkpoint(folder, tmp_path / "there", push_to_hub="me/other")
     assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
-    monkeypatch.setattr("dmc.training.export.get_token", lambda: None)
+    monkeypatch.setattr("dmc.training.model_folder.get_token", lambda: None)
     fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
     with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
         train(fresh)
