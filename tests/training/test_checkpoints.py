@@ -32,15 +32,6 @@ from dmc.training.run import train
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
 
 
-@pytest.fixture
-def run_folder(run_config):
-    return train(run_config).folder
-
-
-def last_of(run):
-    return saved_checkpoints(run / "checkpoints")[0]
-
-
 class Model(torch.nn.Module):
     """What a header says of a model; its output is tied."""
 
@@ -72,13 +63,6 @@ def save(saver, folder, step=1, weights=None):
     saver.save(folder / step_name(step), Header(step, {}), write)
     saver.wait()
     return folder / step_name(step)
-
-
-def test_model_comes_back_from_a_checkpoint_alone(run_folder):
-    model = load_checkpoint_model(last_of(run_folder))
-    exported = load_model(run_folder / "final")
-    for name, value in exported.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
 
 
 def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
@@ -178,12 +162,12 @@ def test_a_complete_checkpoint_is_found_at_every_moment(saver, tmp_path):
     save(saver, tmp_path, 1)
     reader = threading.Thread(target=read)
     reader.start()
-    for step in range(2, 30):
+    for step in range(2, 12):
         save(saver, tmp_path, step)
     done.set()
     reader.join()
     assert seen == sorted(seen) and 0 not in seen
-    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(28), step_name(29)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(10), step_name(11)]
 
 
 def test_the_last_step_is_not_saved_again(saver, tmp_path):
@@ -314,7 +298,7 @@ def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver
         find_checkpoint(tmp_path, True, MODEL)
 
 
-def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer(run_values):
+def test_milestones_keep_the_state_of_the_optimizer_and_a_model_comes_back_from_the_last_checkpoint(run_values):
     run_values["training"] |= {"milestones": {"every_steps": 3, "ratios": [2.0, 4.0]}}
     run = train(build_config(RunConfig, run_values))
     steps = {path.name: read_header(path).global_step for path in (run.folder / "milestones").iterdir()}
@@ -323,3 +307,6 @@ def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer
     assert any(name.endswith(".exp_avg_sq") for name in one)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [path.name for path in saved_checkpoints(run.folder / "checkpoints")] == [step_name(8), step_name(7)]
+    exported, model = load_model(run.final), load_checkpoint_model(saved_checkpoints(run.folder / "checkpoints")[0])
+    for name, value in exported.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
