@@ -157,10 +157,10 @@ def test_scripts_import_export_and_end_with_one_error(tmp_path, capsys):
     options = [f"checkpoint={source}", f"output={folder}", "args={dmc_window_size: 7}"]
     assert not run_script("import_megatron.py", *options)
     assert load_model(folder).compression.window_size == 7
-    assert not run_script("export_megatron.py", f"model.path={folder}", f"output={out}", "tensor_size=4")
+    assert not run_script("export_megatron.py", f"model={folder}", f"output={out}", "tensor_size=4")
     assert len(list(out.rglob("*.pt"))) == 4
     assert capsys.readouterr().out == f"imported {folder}\nexported {out}\n"
     error = run_script("import_megatron.py", f"checkpoint={tmp_path}", f"output={tmp_path / 'other'}")
     assert re.match(r"error: .* holds no mp_rank_00", error)
-    error = run_script("export_megatron.py", f"model.path={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")
+    error = run_script("export_megatron.py", f"model={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")
     assert error.startswith("error: num_key_value_heads=4 cannot be divided among 3")
