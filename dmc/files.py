@@ -1,19 +1,23 @@
-"""Files of a user: JSON that is not trusted, and folders that are replaced at once."""
+"""Files of a user: JSON that is not trusted, folders that are replaced at once, and locks against other processes."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dmc.checksums import file_damage, read_list, write_list
+from filelock import FileLock, Timeout
 
 RECORD_NAME = "files.json"
-"""Lists every other file of a folder written here, with its bytes and its CRC-32."""
+"""Lists the names of the other files in a folder that was written here: only these are ever deleted."""
+WAIT_BEFORE_WARNING = 60.0
+"""Seconds of waiting for a lock after which a warning names its file."""
+logger = logging.getLogger(__name__)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -45,107 +49,108 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
+def locked(file: Path, wait: bool = False) -> Iterator[None]:
+    """Hold a lock against other processes; it falls with its process.
+
+    Args:
+        file: the lock's file, in an existing folder; it stays when the lock is released.
+        wait: wait until the lock is free.
+    Raises:
+        BlockingIOError: another process holds it; the message names the file.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=WAIT_BEFORE_WARNING if wait else 0)
+    except Timeout:
+        held = (
+            f"another process holds {file} (if none runs, a killed one left it where the file system has no locks: "
+            "remove it)"
+        )
+        if not wait:
+            raise BlockingIOError(held) from None
+        logger.warning("%s: waiting for it", held)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> Iterator[Path]:
     """Yield a folder to write into, which replaces `folder` once all is written; after an error nothing is replaced.
+
+    The two hidden names beside it, `.NAME.partial` and `.NAME.retired`, are taken for what a kill has left of this.
 
     Raises:
         FileExistsError: see `refuse_occupied`; nothing is written.
     """
-    named, folder = folder, folder.resolve()  # the folder that a link names is replaced, not the link
-    partial, retired = _beside(folder, "partial"), _beside(folder, "retired")
-    if partial.is_dir():  # else a folder aside is what a finished replacement could not remove
+    inputs, name, folder = [*inputs], folder, folder.resolve()  # what a link names is replaced, not the link
+    partial, retired = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "retired"))
+    if partial.is_dir():  # else what is retired was replaced, and a kill came while it was removed
         _restore(folder, retired)
-    refuse_occupied(named, overwrite, inputs)
-    _remove(partial)
-    _remove(retired)
+    refuse_occupied(name, overwrite, inputs)
+    for rest in (partial, retired):
+        shutil.rmtree(rest, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_list(partial / RECORD_NAME, [])  # marks the rest as ours after a kill
     try:
         yield partial
-        write_list(partial / RECORD_NAME, _files(partial))
-        refuse_occupied(folder, overwrite, inputs, thoroughly=False)  # writing takes hours: look again
+        (partial / RECORD_NAME).write_text(json.dumps(_names(partial), indent=1) + "\n")
+        refuse_occupied(name, overwrite, inputs)  # writing takes hours: look again
         if folder.exists():
             folder.rename(retired)
         partial.rename(folder)
     except BaseException:
         _restore(folder, retired)
-        _remove(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    _remove(retired)
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _restore(folder: Path, retired: Path) -> None:
-    """Give a folder that was put aside its name back, where none has taken it."""
-    if not os.path.lexists(folder) and not retired.is_symlink() and (retired / RECORD_NAME).is_file():
+    """Give a folder back its name, where the new one has not taken it."""
+    if retired.is_dir() and not folder.exists():
         retired.rename(folder)
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder, its record last: after a kill the rest is still marked as ours."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name != RECORD_NAME:
-            with suppress(OSError):  # the new folder is written: a failed removal is no error
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), thoroughly: bool = True) -> None:
+def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     """Check that `folder` may be written, or replaced.
 
     Args:
-        folder: new, empty, or with `overwrite` one whose files are all as its own record lists them.
+        folder: new, empty, or with `overwrite` one that holds nothing but the files that `replacement` has written.
         overwrite: whether it may be replaced.
         inputs: paths that are read to write it; neither these nor folders that hold them are ever replaced.
-        thoroughly: whether to compare checksums too; False: names and sizes.
     Raises:
         FileExistsError: the folder holds other files; the message names one.
     """
-    named, folder = folder, folder.resolve()
-    parent = next(each for each in folder.parents if each.exists())
+    place = folder.resolve()
+    parent = next(path for path in place.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise FileExistsError(f"{named} cannot be written: {parent} is a file, or read only; give another output")
+        raise FileExistsError(f"{folder} cannot be written: {parent} is a file, or read only; give another output")
     for source in inputs:
-        if folder == source.resolve() or folder in source.resolve().parents:
-            raise FileExistsError(f"{named} is or holds {source}, which is the input: give another output")
-    for place in (_beside(folder, "partial"), _beside(folder, "retired")):
-        if place.is_symlink() or (_occupied(place) and not (place / RECORD_NAME).is_file()):
-            raise FileExistsError(f"{place} is in the way of writing {named}: move it, or give another output")
-    if not _occupied(folder):
+        if place == source.resolve() or place in source.resolve().parents:
+            raise FileExistsError(f"{folder} is or holds {source}, which is the input: give another output")
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{named} is not empty: give another output, or overwrite=true to replace an export")
-    foreign = _foreign(folder, thoroughly)
-    if foreign is not None:
-        raise FileExistsError(f"{named} {foreign}, and is not replaced: give another output, or remove it by hand")
+        raise FileExistsError(f"{folder} is not empty: give another output, or overwrite=true to replace an export")
+    if foreign := _foreign(place):
+        raise FileExistsError(f"{folder} {foreign}, and is not replaced: give another output, or remove it by hand")
 
 
-def _occupied(folder: Path) -> bool:
-    return os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()))
-
-
-def _foreign(folder: Path, thoroughly: bool) -> str | None:
+def _foreign(folder: Path) -> str | None:
     """Return what a folder holds that its record does not list, or None."""
     if not folder.is_dir():
         return "is a file"
     try:
-        listed = read_list(folder / RECORD_NAME)
-    except ValueError:
-        return f"holds files but no {RECORD_NAME}, in which this version lists the files that it writes"
-    for path in _files(folder):
-        name = path.relative_to(folder).as_posix()
-        if name not in listed or path.is_symlink():
-            return f"holds {name}, which its {RECORD_NAME} does not list"
-        num_bytes, checksum = listed[name]
-        if file_damage(path, num_bytes, checksum if thoroughly else None):
-            return f"holds {name}, which has changed since it was exported"
-    return None
+        listed = {*json.loads((folder / RECORD_NAME).read_text())}
+    except (OSError, ValueError, TypeError):
+        return f"holds files but no {RECORD_NAME}, which lists those that were written here"
+    others = [name for name in _names(folder) if name not in listed or (folder / name).is_symlink()]
+    return f"holds {others[0]}, which its {RECORD_NAME} does not list" if others else None
 
 
-def _files(folder: Path) -> list[Path]:
+def _names(folder: Path) -> list[str]:
     """List all files and links below a folder except its record."""
-    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return sorted(path for path in found if path != folder / RECORD_NAME)
-
-
-def _beside(folder: Path, kind: str) -> Path:
-    return folder.with_name(f".{folder.name}.{kind}")
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path != folder / RECORD_NAME)

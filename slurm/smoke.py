@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from dmc.training.callbacks.stop_once import SAVED_NAME
-from dmc.training.checkpoints.saving import FOLDER_NAME, step_name
-from dmc.training.export import is_final
+from dmc.training.checkpoints import FOLDER_NAME, step_name
+from dmc.training.model_folder import is_final
 from dmc.training.record import STARTS_NAME, read_config
 from dmc.training.stages import Plan
 

@@ -7,19 +7,19 @@ import signal
 
 def fill_disk(rank, on_rank):
     """Let one rank write no more than 1,000 bytes into any file of the weights."""
-    from dmc.training.strategies.parallelism import Parallelism
+    import dmc.training.export
 
-    def write_weights(self, *arguments):
+    def write_parts(*arguments):
         plain_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, plain_limits[1]))  # Python turns its signal into an OSError
         try:
-            plain(self, *arguments)
+            plain(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, plain_limits)
 
-    plain = Parallelism.write_weights
+    plain = dmc.training.export.write_parts
     if rank == on_rank:
-        Parallelism.write_weights = write_weights
+        dmc.training.export.write_parts = write_parts
 
 
 def kill_while_writing(rank, on_rank):
@@ -31,7 +31,7 @@ def kill_while_writing(rank, on_rank):
 
 
 def fail_to_join(rank):
-    """Let the first rank find a part cut off that it joins to the whole."""
+    """Let the first rank find a part cut off that it joins."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     def finish(self, metadata, results):
@@ -55,8 +55,7 @@ def refuse(*_, **__):
 
 
 def fail_to_describe(rank):
-    """Let the first rank fail to write what stands beside the weights, once these are whole."""
+    """Let the first rank fail to write what stands beside the weights, once these are complete."""
     import dmc.training.export
-    import dmc.training.exporter
 
-    dmc.training.export.describe = dmc.training.exporter.describe = refuse
+    dmc.training.export.describe = refuse

@@ -214,7 +214,7 @@ def count_scored(rank):
             log = Path(os.readlink("/proc/self/fd/1"))
             log.with_name(f"scored_{rank}.json").write_text(json.dumps(counts))
 
-    for name in ("measure", "calibrate", "exporter", "callbacks.validation"):
+    for name in ("measure", "calibrate", "export", "callbacks.validation"):
         sys.modules[f"dmc.training.{name}"].score_text = score_text
 
 
@@ -331,7 +331,7 @@ def crowd_steps(rank, seconds):
 
 def leave_time_to_kill(rank, seconds):
     """Make micro-batches slow, and what follows the writing of a checkpoint's tensors."""
-    from dmc.training.checkpoints.saving import CheckpointSaver
+    from dmc.training.checkpoints import CheckpointSaver
 
     plain_finish = CheckpointSaver._finish
 

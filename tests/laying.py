@@ -16,12 +16,12 @@ from dmc.models import retrofit
 from dmc.models.attention import Documents
 from dmc.models.build import assemble
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import MODEL_CONFIG, WEIGHTS, read_tensors
+from dmc.training import export
+from dmc.training.checkpoints import MODEL_CONFIG, WEIGHTS, read_tensors
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
-from dmc.training.strategies import parallelism
 from dmc.training.strategies.mesh import MeshStrategy
 
 
@@ -45,7 +45,7 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
 
 def write_tensors(rank: int, config: RunConfig, folders: list[Path], max_shard_size: str = "50GB") -> None:
     """Take two steps, save, and export: as all ranks do together, and as a single process would."""
-    parallelism.MAX_SHARD_SIZE = max_shard_size
+    export.MAX_SHARD_SIZE = max_shard_size
     strategy = lay_out(config, seed=1)
     model = strategy._lightning_module.model  # type: ignore[union-attr]
     for step in range(2):
@@ -57,10 +57,10 @@ def write_tensors(rank: int, config: RunConfig, folders: list[Path], max_shard_s
     strategy.save_checkpoint(checkpoint, folders[0])
     strategy.saver.wait()
     if strategy.exports_parts:
-        strategy.write_weights(model, folders[0].with_suffix(".together"))
+        export.write_parts(strategy, model, folders[0].with_suffix(".together"))
         if rank == 0:
             whole = assemble(model.config, read_tensors(folders[0], WEIGHTS))
-            whole.save_pretrained(folders[0].with_suffix(".alone"), max_shard_size=parallelism.MAX_SHARD_SIZE)
+            whole.save_pretrained(folders[0].with_suffix(".alone"), max_shard_size=export.MAX_SHARD_SIZE)
 
 
 def compare_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:

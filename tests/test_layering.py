@@ -16,9 +16,7 @@ TOP_LEVEL = {path.stem for path in (ROOT / "dmc").iterdir() if path.suffix == ".
 ALLOWED = {
     "budget": set(),
     "ranks": set(),
-    "checksums": set(),
-    "claims": set(),
-    "files": {"checksums"},
+    "files": set(),
     "config": set(),
     "compression": {"config", "budget", "ranks"},
     "kernels": {"compression", "ranks"},
@@ -26,9 +24,9 @@ ALLOWED = {
     "policies": {"kernels", "compression", "budget", "config"},
     "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
     "data": {"config", "files", "ranks"},
-    "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "claims", "files"},
+    "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "files"},
     "training": {
-        *("models", "compression", "data", "results", "budget", "config", "ranks", "claims", "files", "checksums"),
+        *("models", "compression", "data", "results", "budget", "config", "ranks", "files"),
     },
     "megatron": {"training", "models", "compression", "files"},
     "serving": {"results", "runtime", "policies", "models", "compression", "ranks", "config"},

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import StrictBool
 
 from dmc.config.settings import Count, OutputFolder, Ratio, checked_dataclass
-from dmc.training.exporter import export_checkpoint
+from dmc.training.export import export_checkpoint
 
 MEASURED = {
     "calibrate": "calibrate",

@@ -18,7 +18,7 @@ from dmc.results.measurement import FULL
 from dmc.results.report import read_folders, write_page
 from dmc.runtime import Engine, SamplingParams
 from dmc.training.config import RunConfig
-from dmc.training.export import is_final
+from dmc.training.model_folder import is_final
 from dmc.training.run import train
 
 NUM_TOGETHER = 32

@@ -15,7 +15,7 @@ from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 from dmc.training.callbacks.validation import RATIOS_NAME, read_ratios
-from dmc.training.export import METRICS_NAME, is_of_last_step
+from dmc.training.model_folder import METRICS_NAME, is_of_last_step
 from dmc.training.record import CONFIG_NAME
 
 

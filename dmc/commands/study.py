@@ -25,7 +25,7 @@ from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
 from dmc.results.measurement import FULL
-from dmc.training.export import is_final
+from dmc.training.model_folder import is_final
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""

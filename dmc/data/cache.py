@@ -23,7 +23,6 @@ import multiprocess
 import numpy as np
 import pyarrow.compute as pc
 from datasets.fingerprint import Hasher
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dmc.data.encoding import EMPTY, DocumentEncoder, Refusals
@@ -31,6 +30,7 @@ from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
+from dmc.files import locked
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class _Cache:
         if not self.folder.is_dir():
             self._require_text()
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder.with_name(f".{self.folder.name}.lock")):
+            with locked(self.folder.with_name(f".{self.folder.name}.lock"), wait=True):
                 if not self.folder.is_dir():
                     self._build(tokenize_num_proc)
         return TokenTable(partial(_open_folder, self.folder))

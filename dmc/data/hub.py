@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from filelock import FileLock
 from huggingface_hub import constants, snapshot_download
+
+from dmc.files import locked
 
 _MOST_SECONDS = 1800  # that other processes wait: as long as for the first collective
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -46,7 +47,7 @@ def once(file: Path, make: Callable[[], str], holds: Callable[[str], bool] = lam
     wait_for_first(is_made)
     if not is_made():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_name(f".{file.name}.lock")):  # machines may share the folder
+        with locked(file.with_name(f".{file.name}.lock"), wait=True):  # machines may share the folder
             if not is_made():
                 partial = file.with_name(f".{file.name}")
                 partial.write_text(make())

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dmc.data.hub import wait_for_first
-from dmc.files import refuse_occupied, replacement
+from dmc.files import locked, refuse_occupied, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +150,9 @@ def train_tokenizer(
     source = f"{vocab_size} {sources}"
     if sources is not None:
         wait_for_first(lambda: known.is_file() and known.read_text() == source)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    with locked(folder.with_name(f".{folder.name}.lock"), wait=True):
         try:
-            refuse_occupied(folder, overwrite=True, thoroughly=False)
+            refuse_occupied(folder, overwrite=True)
         except FileExistsError as error:
             raise FileExistsError(f"data.tokenizer.folder: {error}") from None
         file = folder / _TRAINING_FILE

@@ -183,7 +183,7 @@ def read_rank(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    """Return the weights of a rank under the names of `dmc.megatron.tensors`, the layers numbered from 0.
+    """Return the weights of a rank under the names of `dmc.megatron.mapping`, the layers numbered from 0.
 
     Raises:
         ValueError: one of them is not a tensor.
@@ -194,8 +194,8 @@ def tensors_of(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{path}: {name} is a {type(value).__name__}, expected a tensor")
-        for other, own in SYNONYMS:
-            name = name.replace(other, own)
+        for synonym, core_name in SYNONYMS:
+            name = name.replace(synonym, core_name)
         tensors[name] = value
     return tensors
 

@@ -1,81 +1,239 @@
-"""Export of a trained model as a Hugging Face folder: written aside, read back, compared, moved, maybe uploaded."""
+"""Export: from a run's checkpoint, or the model that it trains, to a Hugging Face folder.
+
+From top to bottom: `export_checkpoint` loads a checkpoint; `Exporter.write` takes a model, calibrates and measures it,
+and has its folder written beside its place, compared with the model, and renamed. What one process holds is written by
+transformers and compared by its logits (`export`); what ranks hold in parts is written by all of them and compared
+weight by weight (`export_parts`). Then the folder may be uploaded. What lies in it: `model_folder.py`.
+"""
 
 from __future__ import annotations
 
-import json
+import copy
+import dataclasses
+import glob
 import logging
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import split_state_dict_into_shards_factory
+from lightning import LightningModule, Trainer
+from torch import Tensor
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
+from dmc.budget import check_ratio
 from dmc.compression import GateMode
-from dmc.files import replacement
+from dmc.config import build_config
+from dmc.files import refuse_occupied, replacement
 from dmc.models import CompressedCausalLM, load_model
-from dmc.models.weights import check_weights
-from dmc.results.provenance import provenance
-from dmc.training.measure import evaluating
+from dmc.models.build import twin
+from dmc.models.weights import INDEX_NAME, SINGLE_NAME, check_weights
+from dmc.ranks import Ranks
+from dmc.training.calibrate import calibrate_offset
+from dmc.training.callbacks.steps import AfterStep
+from dmc.training.checkpoints import as_write_error, load_last_model, on_every_rank
+from dmc.training.config import RunConfig, TrainingConfig
+from dmc.training.measure import TextScore, evaluating, score_text
+from dmc.training.model_folder import ModelCard, check_push, describe, push
+from dmc.training.record import read_foreign_config
+from dmc.training.stages import Plan
+from dmc.training.strategies import Parallelism
+from dmc.training.text_data import TextData, build_tokenizer
 
-logger = logging.getLogger(__name__)
-METRICS_NAME = "retrofit.json"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-METHODS = {"merge": "tokens are merged (DMC, arXiv:2403.09636)", "drop": "tokens are dropped (DMS, arXiv:2506.05345)"}
-TOLERANCE = 1e-5
+RATIO_TOLERANCE = 0.05
+"""Relative distance of the calibrated ratio from the target above which there is a warning."""
+LOGITS_TOLERANCE = 1e-5
 """Largest difference of logits, relative to their largest, between the model in memory and the folder."""
+MAX_SHARD_SIZE = "50GB"
+"""Largest file of an export, as transformers writes them."""
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelCard:
-    """Content of an exported folder's model card."""
+def export_checkpoint(
+    run_folder: Path,
+    output: Path,
+    *,
+    target_ratio: float | None = None,
+    overwrite: bool = False,
+    measured: Mapping[str, Any] = MappingProxyType({}),
+    use_previous_checkpoint: bool = False,
+    trust_run: bool = False,
+    device: str | None = None,
+    push_to_hub: str | None = None,
+) -> Path:
+    """Export the last checkpoint of a run, finished or not.
 
-    title: str
-    base: str
-    """The model that was retrofitted."""
-    data: str
-    """The text it was trained on."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics, named with their unit."""
-    repository: str | None = None
-    """Name on the hub that the folder gets; None: it stays where it is."""
-
-    def text(self, compression: dict[str, Any] | None, origin: dict[str, Any]) -> str:
-        """Write the card as Markdown."""
-        method, gates = "none: a stock model", "none"
-        if compression is not None:
-            method = METHODS[compression["action"]] + f", after {compression['delay']} tokens" * (
-                compression["delay"] > 0
-            )
-            gates = ", ".join(f"{name} {value}" for name, value in compression.items())
-        ratio = f"target {(compression or {}).get('target_ratio', 1):g}"
-        if "achieved_ratio" in self.metrics:
-            ratio += f", achieved {self.metrics['achieved_ratio']:.2f} on held-out text"
-        if "decided_ratio" in self.metrics:
-            ratio += f" ({self.metrics['decided_ratio']:.2f} as decided)"
-        on_hub = HUB_NAME.fullmatch(self.base) and not Path(self.base).exists()
-        figures = "\n".join(f"| {name} | {_shown(value)} |" for name, value in self.metrics.items())
-        return (
-            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [kv-cache-compression, dmc]\n"
-            + (f"base_model: {self.base}\n" if on_hub else "")
-            + f"---\n\n# {self.title}\n\n"
-            f"A causal language model with a learned, compressed key-value cache (Dynamic Memory Compression, "
-            f"arXiv:2403.09636).\n\n- base: {self.base}\n- method: {method}\n- compression ratio: {ratio}\n"
-            f"- data: {self.data}\n- gates: {gates}\n\n| figure | value |\n|---|---|\n{figures}\n\n"
-            "```python\nimport dmc\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{self.repository or "THIS_FOLDER"}")\n```\n\n'
-            f"Made by `{origin['command']}` with "
-            + ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-            + (f", commit {origin['git_commit']}" if origin["git_commit"] else "")
-            + ".\n"
-        )
+    Args:
+        run_folder: output folder of the run.
+        output: new or empty folder.
+        target_ratio: CR to calibrate to; None: the run's.
+        overwrite: replace a folder that was exported here.
+        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences,
+            export_dtype.
+        use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
+        trust_run: let the run's record name code of others as its text.
+        device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
+        push_to_hub: name on the hub to upload the folder to; None: nothing is uploaded, whatever the run says.
+    Raises:
+        FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
+        FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
+        OSError: it could not be written, or not be uploaded.
+    """
+    refuse_occupied(output, overwrite, [run_folder])
+    if push_to_hub is not None:
+        check_push(push_to_hub)
+    if device is not None:
+        check_device(device)
+    config = read_foreign_config(run_folder, trust_run)
+    changes = {**measured, "push_to_hub": push_to_hub}
+    training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
+    config = dataclasses.replace(config, training=training)
+    target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
+    model, step = load_last_model(run_folder, use_previous_checkpoint)
+    tokenizer = build_tokenizer(config.data, config.model)
+    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
+    model.to(choose_device(model) if device is None else device)
+    exporter.write(model, output, target_ratio, overwrite, step=step)
+    if push_to_hub is not None:
+        logger.info("uploaded to %s", push(output, push_to_hub))
+    return output
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+def check_device(device: str) -> None:
+    """Check that a device exists.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device}: {str(error).splitlines()[0]}; expected cpu, or cuda with a GPU") from error
+
+
+def choose_device(model: Any) -> str:
+    """Choose the GPU if it has room for two copies of a model, which are compared after writing, else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    needed = 2.2 * sum(parameter.nbytes for parameter in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if needed > free:
+        logger.warning("the GPU has %.0f GiB free, %.0f are needed: the CPU exports", free / 2**30, needed / 2**30)
+        return "cpu"
+    return "cuda"
+
+
+class Exporter(AfterStep):
+    """Calibrates, measures and exports the model of a run at its end, and where its ramp reaches chosen ratios.
+
+    Args:
+        config: the run.
+        data: its text.
+        tokenizer: exported beside the weights.
+        strategy: parallelism of the weights.
+        snapshots: folders of snapshots by ratio.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TextData,
+        tokenizer: Any,
+        strategy: Parallelism,
+        snapshots: Mapping[float, Path] = MappingProxyType({}),
+    ) -> None:
+        self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
+        self.plan, self.snapshots = Plan(config.training, config.target_ratio, config.compression), snapshots
+        self.dtype = None if config.training.export_dtype is None else getattr(torch, config.training.export_dtype)
+        self._num_written = 0
+
+    def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        """Export a snapshot if the step reached its ratio; all ranks wait for it."""
+        for ratio, at in self.plan.snapshot_steps([*self.snapshots]).items():
+            if at == step:
+                self.write(pl_module.model, self.snapshots[ratio], ratio)
+                trainer.strategy.barrier("snapshot")
+
+    def write(
+        self, model: Any, folder: Path, target_ratio: float, overwrite: bool = True, *, step: int | None = None
+    ) -> None:
+        """Export `model` with its metrics on held-out text; the training model keeps its own offset.
+
+        Called by all ranks: each reads its share of the text where the model's weights lie; rank 0 writes, and
+        each rank its own parts of the weights where they are divided.
+        """
+        self._num_written += 1
+        if self.dtype is not None and not self.strategy.exports_parts:
+            model = twin(model, self.dtype)
+        metrics: dict[str, Any] = {}
+        if step is not None:  # optimizer steps that the model has seen
+            metrics |= {"steps": step, "planned_steps": self.plan.total_steps}
+        trained = model.compression if isinstance(model, CompressedCausalLM) else None
+        if trained is not None:
+            model.compression = dataclasses.replace(trained, target_ratio=target_ratio)
+            if self.config.training.calibrate and target_ratio > 1 and trained.decisions != "fixed":
+                metrics |= self._calibrate(model, target_ratio, folder)
+        metrics |= self._measure(model)
+        title = f" at CR {target_ratio:g}" if trained is not None else ""
+        card = self._card(title, metrics, None if step is None else self.config.training.push_to_hub)
+        if self.strategy.exports_parts:
+            export_parts(self.strategy, model, folder, self.tokenizer, card, overwrite, self.dtype)
+        else:
+
+            def write() -> None:
+                export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+
+            Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)
+        if trained is not None:
+            model.compression = trained
+
+    def _calibrate(self, model: Any, target_ratio: float, folder: Path) -> dict[str, Any]:
+        """Shift the model's decision offset until its ratio on held-out text meets the target."""
+        contexts = self.data.held_out("calibration", has_questions=False)
+        found = calibrate_offset(model, contexts, target_ratio, sharing=Ranks.world())
+        if abs(found.ratio / target_ratio - 1) > RATIO_TOLERANCE:
+            logger.warning(
+                "%s: calibration reached CR %.2f held at the end, %.2f decided, not %g %s: train longer, or with a "
+                "larger training.ratio_weight",
+                folder, found.after.achieved_ratio, found.after.decided_ratio, target_ratio, found.counts,
+            )  # fmt: skip
+        return {
+            "decision_offset_before_calibration": found.offset_before,
+            "decision_offset": found.offset,
+            **_ratios(found.before, suffix="_before_calibration"),
+            **_ratios(found.after, suffix="_on_calibration_text"),
+        }
+
+    def _measure(self, model: Any) -> dict[str, Any]:
+        """Measure loss and ratios on the text for validation, and on that for tests if the run has any."""
+        score = score_text(model, self.data.held_out("validation"), "validate", Ranks.world())
+        metrics = {"validation_loss_nats_per_token": score.loss, **_ratios(score)}
+        if self.config.data.test is not None:
+            score = score_text(model, self.data.held_out("test"), "test", Ranks.world())
+            metrics |= {"test_loss_nats_per_token": score.loss, **_ratios(score, "test_")}
+        return metrics
+
+    def _card(self, ratio: str, metrics: dict[str, Any], repository: str | None) -> ModelCard:
+        """Describe the model; a snapshot has no name on the hub, for it is not uploaded."""
+        settings = self.config.model
+        base = settings.path or f"fresh {(settings.fresh or {}).get('model_type')}"
+        heads = "" if settings.merge_kv_heads is None else f" with {settings.merge_kv_heads} KV heads"
+        text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())
+        return ModelCard(f"{Path(base).name}{heads}{ratio}", base, text, metrics, repository)
+
+
+def _ratios(score: TextScore, prefix: str = "", suffix: str = "") -> dict[str, float]:
+    return {
+        f"{prefix}achieved_ratio{suffix}": score.achieved_ratio,
+        f"{prefix}decided_ratio{suffix}": score.decided_ratio,
+    }
 
 
 def export(
@@ -104,51 +262,12 @@ def export(
     """
     with replacement(Path(folder), overwrite, inputs) as partial:
         model.save_pretrained(partial)
-        compression = model.config.compression if isinstance(model, CompressedCausalLM) else None
-        describe(partial, tokenizer, card, compression)
-        _compare(model, partial)
+        describe(partial, tokenizer, card, getattr(model.config, "compression", None))
+        _compare_logits(model, partial)
     return Path(folder)
 
 
-def is_whole(folder: Path) -> bool:
-    """Return whether a folder holds a whole exported model: its metrics, and all of its weights undamaged."""
-    if not (folder / METRICS_NAME).is_file():
-        return False
-    try:
-        check_weights(folder)
-    except (OSError, ValueError) as error:
-        logger.warning("%s does not count as exported: %s", folder, error)
-        return False
-    return True
-
-
-def is_final(folder: Path) -> bool:
-    """Return whether a folder holds the whole model of a run's last step."""
-    if not is_whole(folder):
-        return False
-    try:
-        return is_of_last_step(json.loads((folder / METRICS_NAME).read_text())["metrics"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.warning("%s does not count as exported: %s is damaged (%s)", folder, METRICS_NAME, error)
-        return False
-
-
-def is_of_last_step(metrics: dict[str, Any]) -> bool:
-    """Return whether the metrics are of a run's last step."""
-    return metrics.get("steps", 0) >= metrics.get("planned_steps", 0)
-
-
-def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:
-    """Write the files beside a model's weights: its tokenizer, unless None, the card, and the metrics."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    origin = provenance()
-    (folder / "README.md").write_text(card.text(compression, origin))
-    record = {"metrics": card.metrics, "compression": compression, "base": card.base, "data": card.data, **origin}
-    (folder / METRICS_NAME).write_text(json.dumps(record, indent=2, default=str) + "\n")
-
-
-def _compare(model: Any, folder: Path) -> None:
+def _compare_logits(model: Any, folder: Path) -> None:
     """Reload a folder and compare logits on random tokens.
 
     Raises:
@@ -162,47 +281,104 @@ def _compare(model: Any, folder: Path) -> None:
         expected = model(input_ids, use_cache=False, **gates).logits.float()
         got = reloaded(input_ids, use_cache=False, **gates).logits.float()
     difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-    if not difference <= TOLERANCE:
+    if not difference <= LOGITS_TOLERANCE:
         raise RuntimeError(
             f"{folder} was written but gives other logits than the model (relative difference {difference:.1e}); "
             "nothing was replaced"
         )
 
 
-def check_push(repository: str) -> None:
-    """Refuse an upload that could not succeed, before the work that makes its folder; the hub is not asked.
+def export_parts(
+    strategy: Parallelism,
+    model: Any,
+    folder: Path,
+    tokenizer: Any,
+    card: ModelCard,
+    overwrite: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write a model of which each rank holds parts, see `export`; called by all ranks, which all see the folder.
 
     Raises:
-        ValueError: the name is none of the hub's, there is no token, or the hub is switched off.
+        OSError: a rank failed, on all ranks; nothing is replaced.
     """
-    setting = f"push_to_hub={repository}"
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ValueError(f"{setting}: {str(error).splitlines()[0]}") from None
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"{setting}: HF_HUB_OFFLINE is set: unset it, or leave push_to_hub out")
-    if get_token() is None:
-        raise ValueError(f"{setting}: there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN")
+    writers = strategy.writers
+    with ExitStack() as stack:  # rank 0's alone holds the folder
+
+        def begin() -> list[Path]:
+            return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite))]
+
+        def complete(partial: Path) -> None:
+            if writers.rank == 0:
+                check_weights(partial)
+                describe(partial, tokenizer, card, getattr(model.config, "compression", None))
+
+        with as_write_error(folder, "what it held"):
+            ((partial,), *_) = on_every_rank(begin, writers)
+            write_parts(strategy, model, partial, dtype)
+            on_every_rank(lambda: complete(partial), writers)
+        on_every_rank(stack.close, writers)
 
 
-def push(folder: Path, repository: str) -> str:
-    """Upload an exported folder; a new repository is private, from an old one weights of other names go.
+def write_parts(strategy: Parallelism, model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
 
-    Returns:
-        URL of the commit.
+    The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
+    holds its parts twice. Called by all ranks.
+
+    Args:
+        strategy: parallelism of the weights.
+        model: the model.
+        folder: exists, and all ranks see it.
+        dtype: of the written weights; None: as they are.
     Raises:
-        OSError: it failed; the folder stays.
+        CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
+            ranks.
+        RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
     """
-    api, weights = HfApi(), ["*.safetensors", "*.safetensors.index.json"]
-    try:
-        api.create_repo(repository, private=True, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}", delete_patterns=weights
-        )
-    except Exception as error:  # of HTTP, of the network, of what stores large files
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OSError(
-            f"{folder} is exported but could not be uploaded ({reason}): `hf upload {repository} {folder}` tries again"
-        ) from error
-    return str(commit.commit_url)
+    weights = {name: weight if dtype is None else weight.to(dtype) for name, weight in strategy.weights(model).items()}
+    group = strategy.writers.group
+    options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
+    split = split_state_dict_into_shards_factory(
+        weights,
+        get_storage_size=lambda weight: weight.numel() * weight.element_size(),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_SIZE,
+    )
+    files = [*split.filename_to_tensors]
+    places = {name: 1 + files.index(file) for name, file in split.tensor_to_filename.items()}
+    writer = _PartsWriter(str(folder), places, save_distributed=True, enable_consolidation=True)
+    stored = {name: torch.empty_like(weight) for name, weight in weights.items()}
+
+    def complete() -> None:
+        if strategy.writers.rank > 0:
+            return
+        shutil.rmtree(folder / "sharded")
+        if len(files) == 1:
+            next(folder.glob("model-*.safetensors")).rename(folder / SINGLE_NAME)
+            (folder / INDEX_NAME).unlink()
+        config = copy.deepcopy(model.config)
+        written, name = next(iter(weights.values())).dtype, type(model).__name__.removeprefix("FSDP")
+        config.update({"dtype": written, "architectures": [name]})
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+
+    distributed_checkpoint.save(weights, storage_writer=writer, **options)
+    on_every_rank(complete, strategy.writers)
+    distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
+    differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
+    if differing := [name for names in strategy.writers.all_gather_object(differing) for name in names]:
+        raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
+
+
+class _PartsWriter(HuggingFaceStorageWriter):
+    """Writes each rank's parts, which the first one joins in a folder of any name: torch takes it for a pattern."""
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Join the parts."""
+        self.path = glob.escape(str(self.path))
+        super().finish(metadata, results)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -56,7 +56,7 @@ def evaluating(model: Any) -> Any:
 def seeing_documents(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Let a stock model see documents as a compressed one does, where a batch has any."""
     before = model.config._attn_implementation
-    if any(each.get("documents") is not None for each in batches):
+    if any(batch.get("documents") is not None for batch in batches):
         for_unpadded(model)
     try:
         yield
@@ -86,15 +86,16 @@ def score_text(
     """
     compression = getattr(with_token_losses(model), "compression", None)
     batches = list(batches)
-    sizes = [len(each["input_ids"]) for each in batches]
+    sizes = [len(batch["input_ids"]) for batch in batches]
     cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
     reader, num_readers = sharing.rank // cutting.size, max(1, sharing.size // cutting.size)
     scores = None
     with evaluating(model), seeing_documents(model, batches):
         for turn in trange(0, len(batches), num_readers, desc=title, leave=False, disable=title is None or reader > 0):
-            own = turn + reader
+            number = turn + reader
             # A rank without a batch takes part in the others' passes: some strategies run each pass on all ranks.
-            batch = {name: each.to(model.device) for name, each in batches[min(own, len(batches) - 1)].items()}
+            batch = batches[min(number, len(batches) - 1)]
+            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
             options: dict[str, Any] = {"documents": batch.get("documents")}
             if compression is not None:
@@ -109,8 +110,8 @@ def score_text(
                 found = torch.cat([found, shares.movedim(2, 0).flatten(1).double()], dim=1)
             if scores is None:
                 scores = torch.zeros(sum(sizes), found.shape[1], dtype=torch.float64)
-            if own < len(batches) and sharing.rank % cutting.size == 0:
-                first = sum(sizes[:own])
+            if number < len(batches) and sharing.rank % cutting.size == 0:
+                first = sum(sizes[:number])
                 scores[first : first + len(found)] = found.cpu()
     assert scores is not None, "no batches"
     scores = sharing.all_reduce(scores)  # rows of other ranks are 0: the sum is exact

@@ -18,7 +18,7 @@ from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import Direction, Taught, token_mean
 from dmc.ranks import ALONE, Ranks
 from dmc.training.callbacks.step_metrics import RatioControl
-from dmc.training.checkpoints.folder import MODEL_CONFIG
+from dmc.training.checkpoints import MODEL_CONFIG
 from dmc.training.config import RunConfig
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows

@@ -13,7 +13,7 @@ from typing import Any
 from dmc.config import build_config
 from dmc.files import flattened, read_mapping
 from dmc.results.provenance import installed_packages, provenance, slurm_job
-from dmc.training.checkpoints.folder import read_header
+from dmc.training.checkpoints import read_header
 from dmc.training.config import RunConfig
 from dmc.training.stages import Plan
 
@@ -62,15 +62,9 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
     Raises:
         ValueError: the folder holds a run with other settings, or a damaged record.
     """
-    record, values = folder / CONFIG_NAME, _plain(config)
-    if not (record.is_file() and _has_saved(folder)):
+    if not ((folder / CONFIG_NAME).is_file() and _has_saved(folder)):
         return
-    try:
-        known = _plain(read_config(folder))  # settings that did not exist yet then had their defaults
-    except ValueError:  # a setting this version does not know: told with the others that were recorded
-        known = flattened(_recorded(record)["config"])
-        values = {key: values.get(key) for key in known}
-    if changed := _changed(known, values):
+    if changed := _changed(_plain(read_config(folder)), _plain(config)):
         raise ValueError(
             f"{folder} holds a run with other settings ({changed}): choose another output_dir, or delete the folder"
         )
@@ -150,7 +144,7 @@ def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = No
 
 
 def _has_saved(folder: Path) -> bool:
-    """Return whether a run has left a whole checkpoint or model."""
+    """Return whether a run has left a complete checkpoint or model."""
     left = [path.name for place in map(folder.joinpath, SAVED) if place.is_dir() for path in place.iterdir()]
     return any(not name.startswith(".") and not name.endswith(".partial") for name in left)
 
@@ -207,8 +201,8 @@ def _targets(values: Any) -> Iterator[str]:
         if "_target_" in values:
             yield str(values["_target_"])
         values = list(values.values())
-    for each in values if isinstance(values, (list, tuple)) else ():
-        yield from _targets(each)
+    for value in values if isinstance(values, (list, tuple)) else ():
+        yield from _targets(value)
 
 
 def record_start(folder: Path, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._pytree import tree_leaves
 
-from dmc.training.checkpoints.saving import load_last_model
+from dmc.training.checkpoints import load_last_model
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
 from dmc.training.record import read_foreign_config

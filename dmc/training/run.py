@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,25 +22,23 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc.claims import ClaimedError
-from dmc.claims import claim as hold
 from dmc.config.instantiate import instantiate
 from dmc.data.hub import is_first_of_node
-from dmc.files import refuse_occupied
+from dmc.files import locked, refuse_occupied
 from dmc.models import retrofit
 from dmc.training.callbacks.adapter_init import AdapterInit
 from dmc.training.callbacks.preemption import PreemptedError, Preemption
+from dmc.training.callbacks.save_last import SaveLast
 from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
 from dmc.training.callbacks.steps import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.callbacks.watchdog import HangWatchdog
-from dmc.training.checkpoints.folder import check_fits, read_header
-from dmc.training.checkpoints.saving import FOLDER_NAME, SaveLast, find_checkpoint, saved_checkpoints
+from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
 from dmc.training.config import ModelConfig, RunConfig
-from dmc.training.export import METRICS_NAME, check_push, is_final, push
-from dmc.training.exporter import Exporter
+from dmc.training.export import Exporter
 from dmc.training.loggers import open_loggers
+from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import check_start, devices_per_node
 from dmc.training.record import check_branch, check_same_run, check_same_text, is_rank_zero, record_run, record_start
@@ -49,6 +46,7 @@ from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests
 
+LOCK_NAME = ".lock"
 logger = logging.getLogger(__name__)
 
 
@@ -96,37 +94,35 @@ def _keep_quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders of a run that did not start."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[threading.Event]:
-    """Hold the claim of the run in `folder` against other starts; rank 0 holds it for all of its ranks.
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of the run in `folder` against other starts; rank 0 holds it for all of its ranks.
 
-    Yields:
-        Set when another start has taken over all the same, see `dmc.claims.claim`.
     Raises:
-        ClaimedError: another one does; nothing is touched.
+        BlockingIOError: another start holds it; nothing is touched.
     """
-    lost = threading.Event()
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
-    with ExitStack() as held:
-        held.callback(_remove_empty, made if is_rank_zero() else [])
+    with ExitStack() as stack:
         if is_rank_zero():
+            made = [place for place in (folder, *folder.parents) if not place.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                lost = held.enter_context(hold(folder / "claim", wait=True))
-            except ClaimedError as error:
-                raise ClaimedError(
-                    f"{folder} is being trained by {error.holder or 'another process'}: wait until it ends, or stop "
-                    "it, and the same command goes on; or choose another output_dir",
-                    error.holder,
+                stack.enter_context(locked(folder / LOCK_NAME))
+            except BlockingIOError as error:
+                raise BlockingIOError(
+                    f"{folder} is being trained: {error}. Wait until that start ends, or stop it, and the same command "
+                    "goes on; or choose another output_dir"
                 ) from None
-        yield lost
+            stack.callback(_remove_unstarted, folder, made)
+        yield
+
+
+def _remove_unstarted(folder: Path, made: list[Path]) -> None:
+    """Remove the folders that were made for a run, if it did not start."""
+    if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+        (folder / LOCK_NAME).unlink()
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
 
 
 def train(config: RunConfig) -> TrainedRun:
@@ -139,7 +135,7 @@ def train(config: RunConfig) -> TrainedRun:
     Raises:
         ValueError, NotImplementedError: the run cannot start, see `check_start`; the output folder holds a run with
             other settings, or a damaged or foreign checkpoint.
-        ClaimedError: another process trains the run.
+        BlockingIOError: another process trains the run.
         FileExistsError: other files are in the way of an exported model.
         OSError: a checkpoint or a model could not be written; the one before it stays. Or the model could not be
             uploaded.
@@ -164,7 +160,7 @@ def _train(config: RunConfig) -> TrainedRun:
     is_finished = run.is_finished
     if not is_finished:
         check_start(config, devices_per_node(config))
-    with nullcontext() if is_finished else _alone_in(folder) as displaced:
+    with nullcontext() if is_finished else _alone_in(folder):
         check_same_run(folder, config)
         if run.is_finished:
             logger.info("%s is finished; reused", folder)
@@ -177,7 +173,7 @@ def _train(config: RunConfig) -> TrainedRun:
             {f"cr{ratio:g}": step for ratio, step in plan.ratio_steps(milestones.ratios).items()},
             milestones.every_steps,
         )
-        preempted = Preemption(save_last, displaced)
+        preempted = Preemption(save_last)
         with open_loggers(config) as loggers, preempted as preemption:
             _fit(config, plan, run, preemption, loggers)
     return run
@@ -215,7 +211,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     step = 0 if checkpoint is None else read_header(checkpoint).global_step
     ahead = [run.snapshots[ratio] for ratio, at in plan.snapshot_steps([*run.snapshots]).items() if at > step]
     for place in (run.final, *ahead):
-        refuse_occupied(place, overwrite=True, thoroughly=False)  # rather now than at the end
+        refuse_occupied(place, overwrite=True)  # rather now than at the end
     if is_first_of_node():
         data.check()
     if is_rank_zero():

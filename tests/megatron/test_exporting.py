@@ -8,7 +8,8 @@ from scripts_here import run_script
 from dmc import load_model, retrofit
 from dmc.compression import CompressionConfig
 from dmc.megatron import export_checkpoint, import_checkpoint
-from dmc.training.export import ModelCard, export
+from dmc.training.export import export
+from dmc.training.model_folder import ModelCard
 
 VOCAB_SIZE = 21
 

@@ -12,7 +12,7 @@ from oracles.megatron import ShardedOracle, Weights, write
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-import dmc.megatron.importing
+import dmc.megatron.convert
 from dmc import Engine, SamplingParams, load_model
 from dmc.compression import CompressionConfig
 from dmc.megatron import import_checkpoint
@@ -98,7 +98,7 @@ def test_gates_are_those_of_the_stored_arguments(tmp_path):
 
 
 def test_weights_keep_their_type_and_are_written_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(dmc.megatron.importing, "FILE_SIZE", 4000)
+    monkeypatch.setattr(dmc.megatron.convert, "FILE_SIZE", 4000)
     source = write(Weights(dtype=torch.bfloat16), tmp_path / "source")
     folder = import_checkpoint(source, tmp_path / "out", vocab_size=21)
     assert len(list(folder.glob("model-*.safetensors"))) > 2

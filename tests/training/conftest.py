@@ -6,7 +6,7 @@ from launching import draw_nothing, write_corpus
 from dmc.config import build_config
 from dmc.training.callbacks.validation import Validation
 from dmc.training.config import RunConfig
-from dmc.training.exporter import Exporter
+from dmc.training.export import Exporter
 
 STAGES = {
     "zero_out": {"length": "2 steps"},

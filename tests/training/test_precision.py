@@ -17,7 +17,7 @@ from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.masked_attention import as_on
 from dmc.training.callbacks import adapter_init, step_metrics, validation
 from dmc.training.config import RunConfig
-from dmc.training.exporter import Exporter
+from dmc.training.export import Exporter
 from dmc.training.measure import score_text
 from dmc.training.run import train, warn_of_idle_tensor_cores
 

@@ -25,8 +25,7 @@ from launching import (
 from dmc.config import build_config
 from dmc.models import load_model
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import saved_checkpoints, step_name
+from dmc.training.checkpoints import read_header, saved_checkpoints, step_name
 from dmc.training.config import RunConfig
 from dmc.training.run import fresh_model
 from dmc.training.text_data import build_tokenizer

@@ -15,8 +15,7 @@ from dmc.data import Shuffled, TextSource, build_packed, framing_of, train_token
 from dmc.models import load_model, retrofit
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.callbacks.step_metrics import RatioControl
-from dmc.training.checkpoints.folder import read_tensors
-from dmc.training.checkpoints.saving import remove, saved_checkpoints
+from dmc.training.checkpoints import read_tensors, remove, saved_checkpoints
 from dmc.training.config import RatioControlConfig, RunConfig
 from dmc.training.counted_steps import CountedSteps
 from dmc.training.run import fresh_model, train

@@ -12,7 +12,7 @@ from launching import Ranks, train_ranks
 
 from dmc.files import replacement
 from dmc.models import load_model
-from dmc.training.exporter import export_checkpoint
+from dmc.training.export import export_checkpoint
 
 
 @pytest.fixture

@@ -25,10 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dmc.config import build_config
 from dmc.models import load_model
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
-from dmc.training.checkpoints.folder import read_tensors
-from dmc.training.checkpoints.saving import find_checkpoint, remove, saved_checkpoints
+from dmc.training.checkpoints import find_checkpoint, read_tensors, remove, saved_checkpoints
 from dmc.training.config import ModelConfig, RunConfig
-from dmc.training.exporter import export_checkpoint
+from dmc.training.export import export_checkpoint
 from dmc.training.run import fresh_model, train
 
 STEPS = 12

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from dmc.claims import ClaimedError
 from dmc.ranks import ALONE
-from dmc.training.checkpoints.saving import SaveLast
+from dmc.training.callbacks.save_last import SaveLast
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals before the time limit (`--signal`): SIGUSR1 in our job files, SIGUSR2 under submitit."""
@@ -39,11 +38,10 @@ class Preemption(Callback):
 
     Args:
         save_last: writes the checkpoint.
-        displaced: set when another start has taken over the run, whose checkpoints must not be overwritten.
     """
 
-    def __init__(self, save_last: SaveLast, displaced: threading.Event | None = None) -> None:
-        self.save_last, self.displaced = save_last, displaced or threading.Event()
+    def __init__(self, save_last: SaveLast) -> None:
+        self.save_last = save_last
         self.stopped_at: int | None = None
         """Number of whole steps that were saved at the stop; None: no stop was requested."""
         self.hosts = ALONE
@@ -66,21 +64,11 @@ class Preemption(Callback):
         self.hosts = pl_module.strategy.hosts
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree with the other ranks; on a signal to any of them save, requeue, stop.
-
-        Raises:
-            ClaimedError: another start has taken over the run; on all ranks.
-        """
-        own = bool(self._received), self.displaced.is_set(), bool(self._received & REQUEUE_SIGNALS)
-        stops, displaced, requeue = self.hosts.all_reduce(torch.tensor(own, dtype=torch.int64)).tolist()
-        if not stops and not displaced:
+        """Agree with the other ranks; on a signal to any of them save, requeue, stop."""
+        received = bool(self._received), bool(self._received & REQUEUE_SIGNALS)
+        stops, requeue = self.hosts.all_reduce(torch.tensor(received, dtype=torch.int64)).tolist()
+        if not stops:
             return
-        if displaced:
-            raise ClaimedError(
-                f"{self.save_last.folder.parent} is being trained by another start, for which this one was dead: it "
-                "had not touched its claim for long. This one stops, and saves nothing",
-                None,
-            )
         step = trainer.global_step
         if step == 0:
             logger.warning("told to stop before the first step is done: there is nothing to save")

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from dmc.ranks import Ranks
+from dmc.training.callbacks.save_last import SaveLast
 from dmc.training.callbacks.steps import AfterStep
-from dmc.training.checkpoints.saving import SaveLast
 from dmc.training.config import RatioControlConfig, TrainingConfig
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"

@@ -36,7 +36,7 @@ from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
+from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
 from dmc.training.planning.start_checks import devices_per_node
 from dmc.training.strategies.parallelism import Parallelism, no_states

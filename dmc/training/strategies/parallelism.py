@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import glob
-import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,32 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 from dmc.models import load_model, merge_kv_heads
-from dmc.models.weights import INDEX_NAME, SINGLE_NAME, empty_model
+from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
-from dmc.training.checkpoints.folder import (
+from dmc.training.checkpoints import (
     MODEL_CONFIG,
     TRAINER_STATE,
+    CheckpointSaver,
     Header,
-    check_whole,
+    as_damage,
     on_every_rank,
+    read_state,
     weights_of,
 )
-from dmc.training.checkpoints.saving import CheckpointSaver, offer_previous
 from dmc.training.config import Precision, RunConfig
-
-MAX_SHARD_SIZE = "50GB"
-"""Largest file of an export, as transformers writes them."""
 
 
 class Parallelism:
@@ -148,21 +140,22 @@ class Parallelism:
         self.saver.save(Path(filepath), header, write, self.writers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any strategy and number of ranks, after comparing all of it with its checksums.
+        """Read a checkpoint of any strategy and number of ranks.
 
         Raises:
             ValueError: it is damaged; on all ranks.
         """
-        folder, group = Path(checkpoint_path), self.writers.group
-        try:
-            check_whole(folder, self.writers)
-        except ValueError as error:
-            raise ValueError(f"{error}{offer_previous(folder)[0]}") from error
+        folder, group = Path(checkpoint_path).absolute(), self.writers.group
         planner = distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True)
         options: dict[str, Any] = {"planner": planner, "process_group": group, "no_dist": group is None}
-        self.set_tensors(lambda tensors: distributed_checkpoint.load(tensors, checkpoint_id=folder, **options))
-        self.saver.valid.add(folder)
-        return torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+
+        def read(tensors: dict[str, Any]) -> None:
+            with as_damage(folder):
+                distributed_checkpoint.load(tensors, checkpoint_id=folder, **options)
+
+        self.set_tensors(read)
+        self.saver.last = folder
+        return read_state(folder)
 
     @property
     def exports_parts(self) -> bool:
@@ -172,68 +165,6 @@ class Parallelism:
     def weights(self, model: Any) -> dict[str, Any]:
         """Name every weight of a model once, each as the part that this rank holds; called by all ranks."""
         return {name: value.detach() for name, value in weights_of(model).items()}
-
-    def write_weights(self, model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
-
-        The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
-        holds its parts twice. Called by all ranks.
-
-        Args:
-            model: the model.
-            folder: exists, and all ranks see it.
-            dtype: of the written weights; None: as they are.
-        Raises:
-            CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
-                ranks.
-            RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
-        """
-        weights = {name: each if dtype is None else each.to(dtype) for name, each in self.weights(model).items()}
-        group = self.writers.group
-        options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
-        split = split_state_dict_into_shards_factory(
-            weights,
-            get_storage_size=lambda weight: weight.numel() * weight.element_size(),
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=MAX_SHARD_SIZE,
-        )
-        files = [*split.filename_to_tensors]
-        places = {name: 1 + files.index(file) for name, file in split.tensor_to_filename.items()}
-        writer = _PartsWriter(str(folder), places, save_distributed=True, enable_consolidation=True)
-        stored = {name: torch.empty_like(weight) for name, weight in weights.items()}
-
-        def complete() -> None:
-            if self.writers.rank > 0:
-                return
-            shutil.rmtree(folder / "sharded")
-            if len(files) == 1:
-                next(folder.glob("model-*.safetensors")).rename(folder / SINGLE_NAME)
-                (folder / INDEX_NAME).unlink()
-            config = copy.deepcopy(model.config)
-            written, name = next(iter(weights.values())).dtype, type(model).__name__.removeprefix("FSDP")
-            config.update({"dtype": written, "architectures": [name]})
-            config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
-
-        distributed_checkpoint.save(weights, storage_writer=writer, **options)
-        on_every_rank(complete, self.writers)
-        distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
-        differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
-        if differing := [name for each in self.writers.all_gather_object(differing) for name in each]:
-            raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
-
-
-class _PartsWriter(HuggingFaceStorageWriter):
-    """Writes each rank's parts, which the first one joins in a folder of any name: torch takes it for a pattern."""
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Join the parts."""
-        self.path = glob.escape(str(self.path))
-        super().finish(metadata, results)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def no_states(weight: Tensor) -> dict[str, Tensor]:

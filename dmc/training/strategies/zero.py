@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dmc.models.adapter import GateAdapter
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, open_weights
-from dmc.training.checkpoints.folder import OPTIMIZER, WEIGHTS, weights_of
+from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
 from dmc.training.strategies.parallelism import Parallelism, no_states
 

@@ -10,8 +10,7 @@ from launching import Ranks, logged, spoil_loss
 from dmc.config import build_config
 from dmc.models import load_model
 from dmc.training.callbacks.step_metrics import NonFiniteError
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import load_checkpoint_model, saved_checkpoints
+from dmc.training.checkpoints import load_checkpoint_model, read_header, saved_checkpoints
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
 from dmc.training.replay import replay
@@ -118,7 +117,7 @@ def test_kept_batch_replays_to_the_figures_it_would_have_had(run_values, tmp_pat
     assert loss == pytest.approx(logged(whole, "train/loss")[3], rel=1e-6)
     assert {"model.layers.0", "model.layers.1", "model.norm"} <= set(found.gradient_norms)
 
-    monkeypatch.setattr("dmc.training.checkpoints.saving.load_checkpoint_model", infinite_weight)
+    monkeypatch.setattr("dmc.training.checkpoints.load_checkpoint_model", infinite_weight)
     assert replay(folder, file).first_nonfinite == "model.layers.1.mlp.up_proj"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="is cut off"):

@@ -2,20 +2,17 @@ import json
 import os
 import signal
 import stat
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from launching import logged_losses
 
-from dmc.claims import ClaimedError
 from dmc.config import build_config
 from dmc.ranks import ALONE
 from dmc.training.callbacks.preemption import SIGNALS, PreemptedError, Preemption, requeue_job
 from dmc.training.callbacks.validation import Validation
-from dmc.training.checkpoints.folder import read_header
-from dmc.training.checkpoints.saving import SaveLast, step_name
+from dmc.training.checkpoints import read_header, step_name
 from dmc.training.config import RunConfig
 from dmc.training.run import train
 
@@ -68,13 +65,13 @@ class FakeTrainer(SimpleNamespace):
 
 
 class OtherRank:
-    """What another rank says: stop, taken over, requeue."""
+    """What another rank says: stop, requeue."""
 
     def __init__(self, *flags):
         self.flags = torch.tensor(flags).long()
 
-    def added(self, own):
-        return own + self.flags
+    def all_reduce(self, received):
+        return received + self.flags
 
 
 class FakeSaver:
@@ -86,7 +83,7 @@ class FakeSaver:
     ("number", "rank", "others", "calls"),
     [
         (signal.SIGUSR1, 0, None, ["requeue 17"]), (signal.SIGTERM, 0, None, []),
-        (None, 1, OtherRank(True, False, True), []),
+        (None, 1, OtherRank(True, True), []),
     ],
     ids=["requeue", "terminate", "another rank's"],
 )  # fmt: skip
@@ -106,20 +103,6 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
         preemption.on_train_batch_end(trainer, None)
     assert trainer.saved == [3] and trainer.should_stop and preemption.stopped_at == 3
     assert fake_scontrol() == calls
-
-
-@pytest.mark.parametrize("others", [(False, False, False), (True, True, False)], ids=["rank 0", "another rank"])
-def test_a_start_that_was_taken_for_dead_stops_without_saving(others, tmp_path):
-    trainer, displaced = FakeTrainer(), threading.Event()
-    trainer.global_step = 3
-    if not any(others):
-        displaced.set()
-    with Preemption(SaveLast(tmp_path / "run" / "checkpoints", 1), displaced) as preemption:
-        preemption.on_train_start(trainer, ALONE_MODULE)
-        preemption.hosts = OtherRank(*others)
-        with pytest.raises(ClaimedError, match="run is being trained by another start"):
-            preemption.on_train_batch_end(trainer, None)
-    assert not list(tmp_path.iterdir())
 
 
 def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save(caplog):

@@ -3,7 +3,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import shutil
 import signal
 import threading
 
@@ -14,35 +13,23 @@ from torch.distributed import checkpoint as distributed_checkpoint
 
 from dmc.config import build_config
 from dmc.models import load_model
-from dmc.training.checkpoints.folder import (
+from dmc.training.checkpoints import (
+    CheckpointSaver,
     Header,
     check_fits,
-    check_whole,
-    read_header,
-    read_tensors,
-)
-from dmc.training.checkpoints.saving import (
-    CheckpointSaver,
     find_checkpoint,
     load_checkpoint_model,
-    offer_previous,
+    read_header,
+    read_state,
+    read_tensors,
     saved_checkpoints,
     step_name,
 )
 from dmc.training.config import RunConfig
-from dmc.training.exporter import export_checkpoint
+from dmc.training.export import export_checkpoint
 from dmc.training.run import train
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
-
-
-@pytest.fixture
-def run_folder(run_config):
-    return train(run_config).folder
-
-
-def last_of(run):
-    return saved_checkpoints(run / "checkpoints")[0]
 
 
 class Model(torch.nn.Module):
@@ -70,6 +57,7 @@ def save(saver, folder, step=1, weights=None):
     def write(partial):
         tensors = {f"model.{name}": weight for name, weight in (weights or WEIGHTS).items() if name != "tied.weight"}
         tensors["optimizer.norm.weight.exp_avg"] = torch.ones(200)
+        torch.save({}, partial / "trainer.pt")
         return distributed_checkpoint.async_save(tensors, checkpoint_id=partial, no_dist=True)
 
     saver.save(folder / step_name(step), Header(step, {}), write)
@@ -77,17 +65,11 @@ def save(saver, folder, step=1, weights=None):
     return folder / step_name(step)
 
 
-def test_model_comes_back_from_a_checkpoint_alone(run_folder):
-    model = load_checkpoint_model(last_of(run_folder))
-    exported = load_model(run_folder / "final")
-    for name, value in exported.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
-
-
 def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
     weights = {name: value.clone() for name, value in WEIGHTS.items()}
 
     def write(partial):
+        torch.save({}, partial / "trainer.pt")
         writing = distributed_checkpoint.async_save(dict(weights), checkpoint_id=partial, no_dist=True)
         for weight in weights.values():
             weight.zero_()  # as the next optimizer step changes it in place
@@ -125,7 +107,7 @@ def test_failed_write_leaves_the_checkpoint_before(saver, tmp_path):
             save(saver, tmp_path, 2, weights={"norm.weight": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert check_whole(saved_checkpoints(tmp_path)[0]).global_step == 1
+    assert read_header(saved_checkpoints(tmp_path)[0]).global_step == 1
     save(saver, tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(3)]
 
@@ -153,7 +135,7 @@ def save_and_die(folder, when):
 
 
 @pytest.mark.parametrize(("when", "left"), [("before the header", [1, 2, 3]), ("after the rename", [1, 2, 3])])
-def test_kill_while_saving_leaves_a_whole_checkpoint_that_is_found(tmp_path, saver, when, left):
+def test_kill_while_saving_leaves_a_complete_checkpoint_that_is_found(tmp_path, saver, when, left):
     process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, when))
     process.start()
     process.join()
@@ -162,14 +144,14 @@ def test_kill_while_saving_leaves_a_whole_checkpoint_that_is_found(tmp_path, sav
     if when == "before the header":
         names[-1] += ".partial"
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    step = check_whole(saved_checkpoints(tmp_path)[0]).global_step
+    step = read_header(saved_checkpoints(tmp_path)[0]).global_step
     assert step == (2 if when == "before the header" else 3)
-    saver.valid.add(tmp_path / step_name(step))
+    saver.last = tmp_path / step_name(step)
     save(saver, tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(step), step_name(4)]
 
 
-def test_a_whole_checkpoint_is_found_at_every_moment(saver, tmp_path):
+def test_a_complete_checkpoint_is_found_at_every_moment(saver, tmp_path):
     seen, done = [], threading.Event()
 
     def read():
@@ -180,15 +162,15 @@ def test_a_whole_checkpoint_is_found_at_every_moment(saver, tmp_path):
     save(saver, tmp_path, 1)
     reader = threading.Thread(target=read)
     reader.start()
-    for step in range(2, 30):
+    for step in range(2, 12):
         save(saver, tmp_path, step)
     done.set()
     reader.join()
     assert seen == sorted(seen) and 0 not in seen
-    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(28), step_name(29)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(10), step_name(11)]
 
 
-def test_a_step_that_is_saved_again_replaces_no_whole_checkpoint(saver, tmp_path):
+def test_the_last_step_is_not_saved_again(saver, tmp_path):
     for step in (1, 2):
         save(saver, tmp_path, step)
     before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
@@ -196,20 +178,17 @@ def test_a_step_that_is_saved_again_replaces_no_whole_checkpoint(saver, tmp_path
     assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
 
 
-def test_what_a_new_process_has_not_read_stays_until_two_are_whole(saver, tmp_path):
-    save(saver, tmp_path, 1)
-    fresh = CheckpointSaver()
-    for step, names in ((2, [1, 2]), (3, [2, 3])):
-        partial = tmp_path / f"{step_name(step)}.partial"
-        shutil.copytree(tmp_path / step_name(step - 1), partial)
-        fresh.commit(partial, tmp_path / step_name(step))
-        assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(each) for each in names]
-
-
-def test_what_lies_beyond_the_step_that_a_run_has_reached_does_not_become_its_last(saver, tmp_path):
-    save(saver, tmp_path, 8)
-    save(CheckpointSaver(), tmp_path, 7)
-    assert [path.name for path in tmp_path.iterdir()] == [step_name(7)]
+def test_what_lies_beyond_the_step_that_a_run_goes_on_from_gives_way(saver, tmp_path):
+    for step in (6, 8):
+        save(saver, tmp_path, step)
+    resumed = CheckpointSaver()
+    resumed.last = tmp_path / step_name(6)
+    save(resumed, tmp_path, 7)
+    assert [path.name for path in saved_checkpoints(tmp_path)] == [step_name(7), step_name(6)]
+    resumed.last = tmp_path / step_name(6)  # again, and now 7 is damaged
+    (tmp_path / step_name(7) / "header.json").unlink()
+    save(resumed, tmp_path, 7)
+    assert [read_header(path).global_step for path in saved_checkpoints(tmp_path)] == [7, 6]
 
 
 def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
@@ -219,34 +198,31 @@ def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
     assert find_checkpoint(tmp_path, model=MODEL) is None
 
 
-def flip_bytes(path, count, start=0.3):
-    """Spoil `count` bytes in a row: a file keeps its length, and what says where its tensors are."""
-    content = bytearray(path.read_bytes())
-    first = int(start * len(content))
-    content[first : first + count] = bytes(byte ^ 0x11 for byte in content[first : first + count])
-    path.write_bytes(content)
+@pytest.mark.parametrize("damage", ["a shard is cut off", "a shard is missing", "the state is cut off"])
+def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(saver, tmp_path, damage):
+    previous, last = (save(saver, tmp_path, step) for step in (1, 2))
+    file = last / "trainer.pt" if "state" in damage else next(last.glob("__*"))
+    if "missing" in damage:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    offer = f"{last.name} is cut off: {file.name} .*use_previous_checkpoint=true to go on from step 1, which {previous}"
+    with pytest.raises(ValueError, match=offer):
+        find_checkpoint(tmp_path, model=MODEL)
+    assert find_checkpoint(tmp_path, True, MODEL) == find_checkpoint(tmp_path, True) == previous
 
 
-def largest_file(folder):
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-@pytest.mark.parametrize("damage", ["cut off", "damaged"])
-def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values, tmp_path, damage):
+def test_a_run_goes_on_from_the_previous_checkpoint_as_if_the_last_had_never_been(run_values, tmp_path):
     run_values["training"] |= {"checkpoint_every_steps": 3}
     config = build_config(RunConfig, run_values)
     run = train(config)
     (run.final / "retrofit.json").unlink()  # as if killed before the export
     last, previous = saved_checkpoints(run.folder / "checkpoints")
-    shard = largest_file(last)
-    if damage == "cut off":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    else:
-        flip_bytes(shard, 1)
-    offer = rf"{last.name} is {damage}: .*use_previous_checkpoint=true to go on from step 6, which {previous} holds"
-    with pytest.raises(ValueError, match=offer):
+    shard = next(last.glob("__*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="use_previous_checkpoint=true"):
         train(config)
-    with pytest.raises(ValueError, match=offer):
+    with pytest.raises(ValueError, match="use_previous_checkpoint=true"):
         export_checkpoint(run.folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export_checkpoint(run.folder, tmp_path / "out", use_previous_checkpoint=True)
@@ -255,35 +231,18 @@ def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(run_values, 
         assert torch.equal(value, model[name]), name
     model, losses = load_model(run.final).state_dict(), logged_losses(run.folder)
     train(build_config(RunConfig, dict(run_values, use_previous_checkpoint=True)))
-    assert check_whole(last).global_step == 8 and check_whole(previous).global_step == 6
+    assert read_header(last).global_step == 8 and read_header(previous).global_step == 6
     assert logged_losses(run.folder) == losses
     for name, value in load_model(run.final).state_dict().items():
         assert torch.equal(value, model[name]), name
 
 
-def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(saver, tmp_path):
-    for step in (6, 8):
-        save(saver, tmp_path, step)
-    flip_bytes(largest_file(tmp_path / step_name(8)), 1)
-    resumed = CheckpointSaver()
-    resumed.valid.add(find_checkpoint(tmp_path, use_previous=True))
-    save(resumed, tmp_path, 7)
-    assert [check_whole(path).global_step for path in saved_checkpoints(tmp_path)] == [7, 6]
-
-
-def test_flipped_bytes_of_any_file_of_a_folder_are_found(saver, tmp_path):
+def test_what_torch_cannot_read_is_told_in_one_line(saver, tmp_path):
     folder = save(saver, tmp_path)
-    save(saver, tmp_path, 2)
-    check_whole(folder)
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        whole = path.read_bytes()
-        for share in (0.05, 0.5, 0.99):
-            flip_bytes(path, 1, share)
-            with pytest.raises(ValueError, match=r"is damaged|no training checkpoint"):
-                check_whole(folder)
-            path.write_bytes(whole)
-    check_whole(folder)
-    assert "on from step 1" in offer_previous(tmp_path / step_name(2))[0] and offer_previous(folder) == ("", None)
+    shard = next(folder.glob("__*"))
+    shard.write_bytes(bytes(len(shard.read_bytes())))  # as long as before
+    with pytest.raises(ValueError, match=r"^[^\n]*step_0000001 is damaged \([^\n]*remove this folder to go on[^\n]*$"):
+        read_tensors(folder, "model.")
 
 
 class Harmful:
@@ -310,12 +269,19 @@ def lead_outside(folder):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def test_a_state_with_code_is_refused(saver, tmp_path, capsys):
+    folder = save(saver, tmp_path)
+    torch.save(Harmful(), folder / "trainer.pt")
+    with pytest.raises(ValueError, match=r"is damaged \(trainer.pt: "):
+        read_state(folder)
+    assert "executed" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("spoil", [spoil_metadata, name_a_pickle, lead_outside])
-def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, monkeypatch, spoil, capsys):
+def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, spoil, capsys):
     folder = save(saver, tmp_path)
     spoil(folder)
-    monkeypatch.setattr("dmc.training.checkpoints.folder.file_damage", lambda *_: None)  # sizes as who means harm says
-    for read in (read_header, check_whole, load_checkpoint_model):
+    for read in (read_header, load_checkpoint_model):
         with pytest.raises(ValueError, match=r"no training checkpoint|would run builtins.print"):
             read(folder)
     assert "executed" not in capsys.readouterr().out
@@ -332,12 +298,15 @@ def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver
         find_checkpoint(tmp_path, True, MODEL)
 
 
-def test_milestones_are_kept_at_ratios_and_steps_with_the_state_of_the_optimizer(run_values):
+def test_milestones_keep_the_state_of_the_optimizer_and_a_model_comes_back_from_the_last_checkpoint(run_values):
     run_values["training"] |= {"milestones": {"every_steps": 3, "ratios": [2.0, 4.0]}}
     run = train(build_config(RunConfig, run_values))
-    steps = {path.name: check_whole(path).global_step for path in (run.folder / "milestones").iterdir()}
+    steps = {path.name: read_header(path).global_step for path in (run.folder / "milestones").iterdir()}
     assert steps == {"cr2": 4, "cr4": 6, "step_0000003": 3, "step_0000006": 6}
     one, other = (read_tensors(run.folder / "milestones" / name, "") for name in ("cr4", "step_0000006"))
     assert any(name.endswith(".exp_avg_sq") for name in one)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [path.name for path in saved_checkpoints(run.folder / "checkpoints")] == [step_name(8), step_name(7)]
+    exported, model = load_model(run.final), load_checkpoint_model(saved_checkpoints(run.folder / "checkpoints")[0])
+    for name, value in exported.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name

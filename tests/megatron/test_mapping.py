@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from dmc.megatron.tensors import parts_of
+from dmc.megatron.mapping import parts_of
 
 SIZES = st.sampled_from([1, 2, 4])
 

@@ -1,4 +1,4 @@
-"""Write a Megatron checkpoint as a Hugging Face folder: a stock Llama, or a compressed one if it has gates."""
+"""Convert a Megatron checkpoint to a Hugging Face folder, stock or with gates, and back: folders in, folders out."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from dmc.files import refuse_occupied, replacement
-from dmc.megatron.arguments import configuration_of
-from dmc.megatron.checkpoint import LAYER, Checkpoint, read_checkpoint
-from dmc.megatron.tensors import EMBEDDING, OUTPUT, Part, parts_of
+from dmc.megatron.checkpoint import FILE_NAMES, LAYER, TRACKER, Checkpoint, read_checkpoint
+from dmc.megatron.mapping import EMBEDDING, OUTPUT, Part, arguments_of, configuration_of, parts_of
 from dmc.models.loading import load_tokenizer
-from dmc.models.weights import INDEX_NAME, check_weights
-from dmc.training.export import ModelCard, describe
+from dmc.models.weights import INDEX_NAME, check_weights, open_weights
+from dmc.training.model_folder import ModelCard, describe
 
 FILE_SIZE = 2 * 10**9
 """Bytes of weights in one file, and in memory at once."""
 ONLY_IF_TIED = (OUTPUT, "word_embeddings_for_head.weight")
 """Copies of the embedding that the last pipeline stage holds."""
+CHECKPOINT_VERSION = 3.0
+TRANSFORMER_ENGINE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer that look for an extra state (of FP8) when a checkpoint is loaded."""
 
 
 def import_checkpoint(
@@ -53,19 +55,19 @@ def import_checkpoint(
     inputs = [checkpoint] if tokenizer is None else [checkpoint, Path(tokenizer)]
     refuse_occupied(output, overwrite, inputs)
     source = read_checkpoint(checkpoint, arguments or {})
-    own_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    saved_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     if vocab_size is None:
-        vocab_size = source.arguments.get("vocab_size") if own_tokenizer is None else len(own_tokenizer)
+        vocab_size = source.arguments.get("vocab_size") if saved_tokenizer is None else len(saved_tokenizer)
     config, parts = plan_of(source, vocab_size)
-    if own_tokenizer is not None:
-        config.bos_token_id, config.eos_token_id = own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
+    if saved_tokenizer is not None:
+        config.bos_token_id, config.eos_token_id = saved_tokenizer.bos_token_id, saved_tokenizer.eos_token_id
     gates = getattr(config, "compression", None)
     card = ModelCard("A Llama from Megatron-LM", base=str(checkpoint), data="not known here")
     with replacement(output, overwrite, inputs) as partial:
         write_weights(partial, parts, source.shards)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)
-        describe(partial, own_tokenizer, card, gates)
+        describe(partial, saved_tokenizer, card, gates)
         check_weights(partial)
     return output
 
@@ -144,3 +146,67 @@ def write_weights(folder: Path, parts: list[Part], shards: dict[str, list[Tensor
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def export_checkpoint(
+    folder: Path, output: Path, *, tensor_size: int = 1, vocab_multiple: int = 128, overwrite: bool = False
+) -> Path:
+    """Write a stock or compressed Llama as a Megatron release checkpoint, a rank at a time.
+
+    Calibrated gates have a separate decision offset, while Megatron has one `dmc_init_val` for decision and importance:
+    the rows that produce the decision are then scaled, which keeps every decision up to rounding.
+
+    Args:
+        folder: Hugging Face folder.
+        output: new or empty folder.
+        tensor_size: tensor-parallel ranks.
+        vocab_multiple: the rows of each rank's embedding are a multiple of this (--make-vocab-size-divisible-by).
+        overwrite: replace a folder that was exported here.
+    Returns:
+        The output folder.
+    Raises:
+        FileNotFoundError, ValueError: see `check_weights` and `arguments_of`; or the model does not divide.
+        FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
+    """
+    refuse_occupied(output, overwrite, [folder])
+    check_weights(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if tensor_size < 1 or vocab_multiple < 1:
+        raise ValueError(f"tensor_size={tensor_size}, vocab_multiple={vocab_multiple}: expected whole numbers >= 1")
+    step = tensor_size * vocab_multiple
+    padded = -(-config.vocab_size // step) * step
+    weights = open_weights(folder)
+    arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"][:0].dtype)
+    parts = list(parts_of(config, tensor_size, padded))
+    scale = decision_scale(config)
+    with replacement(output, overwrite, [folder]) as partial:
+        (partial / TRACKER).write_text("release")
+        for rank in range(tensor_size):
+            model: dict[str, Tensor | None] = {}
+            for part in parts:
+                held = [scaled(name, weights[name][:], config.head_dim, scale) for name in part.weights]
+                model[part.name] = part.shard(held, rank, tensor_size)
+            for index in range(config.num_hidden_layers):
+                model.update({f"decoder.layers.{index}.{module}._extra_state": None for module in TRANSFORMER_ENGINE})
+            path = partial / "release" / f"mp_rank_{rank:02d}" / FILE_NAMES[0]
+            path.parent.mkdir(parents=True)
+            content = {"args": arguments, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0, "model": model}
+            torch.save(content, path)
+    return output
+
+
+def decision_scale(config: Any) -> float:
+    """Return the factor on the decision rows that applies their scale and moves their threshold to omega_offset."""
+    gates = getattr(config, "compression", None)
+    if gates is None or gates["decision_offset"] == gates["omega_offset"]:
+        return 1.0 if gates is None else gates["decision_scale"]
+    return gates["decision_scale"] * gates["omega_offset"] / gates["decision_offset"]
+
+
+def scaled(name: str, weight: Tensor, head_dim: int, scale: float) -> Tensor:
+    """Scale the last row of every head of a key projection, [H D, hidden]; other weights stay as they are."""
+    if scale == 1 or not name.endswith(".k_proj.weight"):
+        return weight
+    weight = weight.clone()
+    weight[head_dim - 1 :: head_dim] *= scale
+    return weight

@@ -1,0 +1,392 @@
+"""Checkpoints of a run: folders that all ranks write together, in the background, and any number of ranks reads.
+
+A folder holds what torch.distributed.checkpoint writes, every weight once under the model's own name and the states of
+the optimizer by weight; `trainer.pt`, Lightning's state; and `header.json`. It is written beside its place and gets its
+name by one rename. The checkpoint before the last one is removed after that: at every moment there is a complete one.
+A checkpoint may come from a stranger: its files may name only the classes that torch writes, no code, and no path
+outside the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from transformers import AutoConfig
+
+from dmc.models.build import assemble
+from dmc.ranks import ALONE, Ranks
+
+FOLDER_NAME = "checkpoints"
+"""Of a run's last checkpoints, in its output folder."""
+MILESTONES_NAME = "milestones"
+"""Of those that are kept for good."""
+STEP = re.compile(r"step_(\d+)$")
+MODEL_CONFIG = "model_config"
+"""Key of the Hugging Face configuration in what Lightning collects for a checkpoint."""
+WEIGHTS, OPTIMIZER = "model.", "optimizer."
+"""Prefixes of tensors' names: the model's weights, and the optimizer's states."""
+HEADER_NAME = "header.json"
+TRAINER_STATE = "trainer.pt"
+"""File of a checkpoint's other state: counters, callbacks, the position in the text."""
+METADATA = ".metadata"
+"""File in which torch says where each tensor lies."""
+REMEDY = "put back a copy, or remove this folder to go on from the checkpoint before it"
+CLASSES_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+WRITE_FAILURES = (OSError, RuntimeError, CheckpointException)
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Description of a checkpoint, readable without its weights."""
+
+    global_step: int
+    model_config: dict[str, Any]
+
+
+def step_name(step: int) -> str:
+    """Name the folder of a checkpoint."""
+    return f"step_{step:07d}"
+
+
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder, the newest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if STEP.match(path.name)), key=lambda path: int(path.name[5:]), reverse=True)
+
+
+class CheckpointSaver:
+    """Writes checkpoints in the background, one after the other; `wait` waits for the last one."""
+
+    def __init__(self) -> None:
+        self.last: Path | None = None
+        """Checkpoint that this process has written or read last."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
+
+    def save(self, target: Path, header: Header, write: Callable[[Path], Future], ranks: Ranks = ALONE) -> None:
+        """Begin to write a checkpoint, unless it is the last one; called by all ranks.
+
+        Args:
+            target: a folder that all ranks can see.
+            header: header of the checkpoint.
+            write: called with the folder to write into; its future is done when all is written.
+            ranks: all of them, in a process group without other communication meanwhile.
+        Raises:
+            OSError: this one, or the one before, could not be written; what was there still is.
+        """
+        self.wait()
+        target = Path(ranks.all_gather_object(str(target.absolute()))[0])
+        if target == self.last:
+            return
+        beside = target.with_name(f"{target.name}.partial")
+
+        def make_room() -> None:
+            if ranks.rank == 0:
+                remove(beside)
+                beside.mkdir(parents=True)
+
+        with as_write_error(target, "the checkpoint before it"):
+            on_every_rank(make_room, ranks)
+            writing = write(beside)  # from here on it communicates by itself
+        self._pending = self._thread.submit(self._finish, writing, target, beside, header, ranks)
+
+    def wait(self) -> None:
+        """Wait until what was begun is on the disk; raise the OSError for which it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _finish(self, writing: Future, target: Path, beside: Path, header: Header, ranks: Ranks) -> None:
+        def complete() -> None:
+            if ranks.rank == 0:
+                (beside / HEADER_NAME).write_text(json.dumps(dataclasses.asdict(header)))
+                self._commit(beside, target)
+
+        with as_write_error(target, "the checkpoint before it"):
+            on_every_rank(lambda: writing.exception() and writing.result(), ranks)
+            on_every_rank(complete, ranks)
+        if target.parent.name != MILESTONES_NAME:
+            self.last = target
+
+    def _commit(self, beside: Path, target: Path) -> None:
+        """Rename a complete checkpoint to `target`, and remove those that it replaces.
+
+        The one that this process has written or read last stays. What is neither is older, or lies beyond the step that
+        the run went on from, because it was damaged.
+        """
+        remove(target)
+        os.replace(beside, target)
+        if target.parent.name != MILESTONES_NAME:
+            for path in target.parent.iterdir():
+                if STEP.match(path.name.removesuffix(".partial")) and path not in (target, self.last):
+                    remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder if it exists."""
+    shutil.rmtree(path, ignore_errors=True)  # what cannot be removed is no error of what has been written
+
+
+def find_checkpoint(folder: Path, use_previous: bool = False, model: Any = None) -> Path | None:
+    """Choose the checkpoint to resume from, or to export: the last one.
+
+    Args:
+        folder: holds the checkpoints.
+        use_previous: take the previous one if the last is damaged.
+        model: goes on from it, and must fit it; None: any model.
+    Returns:
+        None: there is none.
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model; the message offers the previous one if that is good.
+    """
+    check = read_header if model is None else partial(check_fits, model=model)
+    last = next(iter(saved_checkpoints(folder)), None)
+    try:
+        if last is not None:
+            check(last)
+        return last
+    except ValueError as error:
+        before = next(iter(saved_checkpoints(folder)[1:]), None)
+        try:
+            step = None if before is None else check(before).global_step
+        except ValueError:
+            step = None
+        if step is None:
+            raise
+        if use_previous:
+            logger.warning("%s; going on from %s", error, before)
+            return before
+        raise ValueError(
+            f"{error}; or start again with use_previous_checkpoint=true to go on from step {step}, which {before} holds"
+        ) from error
+
+
+def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, int]:
+    """Rebuild the model of a run's last checkpoint, in this process; also return its number of optimizer steps.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no checkpoint, or a damaged one, see `find_checkpoint`.
+    """
+    folder = run_folder / FOLDER_NAME
+    found = find_checkpoint(folder, use_previous)
+    if found is None:
+        raise FileNotFoundError(f"{folder} holds no checkpoint: nothing is saved yet")
+    return load_checkpoint_model(found), read_header(found).global_step
+
+
+def load_checkpoint_model(folder: Path) -> Any:
+    """Rebuild the model of a checkpoint, stock or compressed, in this process."""
+    header = read_header(folder)
+    return assemble(AutoConfig.for_model(**header.model_config), read_tensors(folder, WEIGHTS))
+
+
+def read_header(folder: Path) -> Header:
+    """Read a checkpoint's header, and check that its files are complete and contain no code.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is no checkpoint, holds code, or a file is missing or cut off.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist: expected a checkpoint, a folder of a run's checkpoints")
+    try:
+        header = Header(**json.loads((folder / HEADER_NAME).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
+    metadata = _read_metadata(folder)
+    sizes: dict[str, int] = defaultdict(int)
+    for stored in metadata.storage_data.values():
+        sizes[stored.relative_path] = max(sizes[stored.relative_path], stored.offset + stored.length)
+    for name, expected in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if found < expected:
+            raise ValueError(f"{folder} is cut off: {name} has {found} bytes, expected {expected}; {REMEDY}")
+    if not zipfile.is_zipfile(folder / TRAINER_STATE):
+        raise ValueError(f"{folder} is cut off: {TRAINER_STATE} is missing or incomplete; {REMEDY}")
+    return header
+
+
+def check_fits(folder: Path, model: Any) -> Header:
+    """Return the header of a checkpoint after checking that it fits a model whose weights are whole.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_header`; or a weight is missing, unexpected, or of another shape.
+    """
+    header = read_header(folder)
+    stored = {name: tuple(tensor.size) for name, tensor in stored_tensors(folder, WEIGHTS).items()}
+    expected = {name: tuple(value.shape) for name, value in weights_of(model).items()}
+    missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} does not fit the model: {len(missing)} weights missing (first {missing[:1]}), "
+            f"{len(unexpected)} unexpected (first {unexpected[:1]}); was it trained from another model?"
+        )
+    for name, shape in expected.items():
+        if shape != stored[name]:
+            raise ValueError(
+                f"{folder} does not fit the model: {name} has shape {stored[name]} in the checkpoint and {shape} in "
+                "the model"
+            )
+    return header
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Name every weight of a model once; tied ones have the first of their names."""
+    names: dict[Any, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(value, name)
+    return {name: value for value, name in names.items()}
+
+
+def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Read whole tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    stored = stored_tensors(folder, prefix)
+    tensors: dict[str, Any] = {
+        prefix + name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.items()
+    }
+    with as_damage(folder):
+        checkpoint.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {name: tensors[prefix + name] for name in stored}
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what Lightning has saved beside the tensors.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{folder} is damaged ({TRAINER_STATE}: {reason_of(error)}); {REMEDY}") from error
+
+
+def stored_tensors(folder: Path, prefix: str = "") -> dict[str, TensorStorageMetadata]:
+    """Read which tensors a folder holds, by their names without a prefix that the names must have.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or names code, a file outside of the folder, or another value.
+    """
+    found: dict[str, Any] = _read_metadata(folder).state_dict_metadata
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Read where a folder's tensors lie; other values are refused, for torch would unpickle them."""
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        for name, value in metadata.state_dict_metadata.items():
+            if not isinstance(value, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise ValueError(f"it names {stored.relative_path}, outside of the folder")
+    except Exception as error:  # whatever unpickling a foreign file comes to
+        raise ValueError(f"{path} is damaged or no training checkpoint ({error})") from error
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes of `CLASSES_OF_METADATA` and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle.Unpickler`."""
+        known = name in CLASSES_OF_METADATA.get(module, ())
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it would run {module}.{name}")
+
+
+def on_every_rank(act: Callable[[], Result], ranks: Ranks) -> list[Result]:
+    """Act on all ranks together, and return the results of all.
+
+    Raises:
+        OSError: one of them failed; on all ranks, for the others would wait for it.
+    """
+    result, problem, cause = None, None, None
+    try:
+        result = act()
+    except Exception as error:
+        cause, problem = error, reason_of(error)
+    results: Any = ranks.all_gather_object((result, problem))
+    problem = next((problem for _, problem in results if problem is not None), None)
+    if problem is not None:
+        raise OSError(problem) from cause
+    return [result for result, _ in results]
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in one line what went wrong, on the first rank where torch collects it from all."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error).split("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def as_write_error(target: Path, kept: str) -> Iterator[None]:
+    """Say of an error which folder could not be written, and what is kept.
+
+    Raises:
+        OSError: there was one.
+    """
+    try:
+        yield
+    except WRITE_FAILURES as error:
+        raise OSError(
+            f"{target} could not be written ({reason_of(error)}): {kept} stays; mend this and start the same command "
+            "again"
+        ) from error
+
+
+@contextmanager
+def as_damage(folder: Path) -> Iterator[None]:
+    """Say of an error of torch.distributed.checkpoint which folder could not be read, and what to do.
+
+    Raises:
+        ValueError: there was one.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        raise ValueError(f"{folder} is damaged ({reason_of(error)}); {REMEDY}") from error
