@@ -230,12 +230,12 @@ def check_kernels(place: Place) -> Rows:
 
 def sweep(place: Place, case: Case) -> Rows:
     """Time decode attention with programs, stages and keys of a tile as they are set, then with more."""
-    from dmc.kernels.triton import attention
+    from dmc.kernels.triton import decode
 
     found: dict[str, float] = {}
     for stages, times, programs in itertools.product((5, 7), (1, 2), (2, 3, 4)):
         size = times * 8192
-        with patch.multiple(attention, PROGRAMS=programs, STAGES=stages, TILE_BYTES=size):
+        with patch.multiple(decode, PROGRAMS=programs, STAGES=stages, TILE_BYTES=size):
             name = f"{programs} programs, {stages} stages, tiles of {size} bytes"
             found |= place.milliseconds({name: case}, CALLS)
     yield from beside_first(found, "sweep")

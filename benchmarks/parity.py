@@ -81,11 +81,11 @@ class CountedKernel:
 @contextlib.contextmanager
 def counted_kernels() -> Iterator[Counter[str]]:
     """Count the launches of all Triton kernels by name, those that are not launched with 0."""
-    from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
+    from dmc.kernels.triton import append, append_chunk, compaction, decode, evict_one, prefill, received
 
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
-        for module in (append, append_chunk, attention, prefill, received, eviction, compaction):
+        for module in (append, append_chunk, decode, prefill, received, evict_one, compaction):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 counts[name] += 0
                 stack.enter_context(patch.object(module, name, CountedKernel(kernel, name, counts)))

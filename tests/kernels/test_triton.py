@@ -25,7 +25,7 @@ from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
-from dmc.kernels.triton import append, attention
+from dmc.kernels.triton import append, decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -181,7 +181,7 @@ def test_decode_reads_the_rows_it_is_given(place: tuple[str, torch.dtype]) -> No
 
 def runs_of(lengths: list[int], num_programs: int) -> list[list[int]]:
     """Deal the queue of the heads' chunks out; give the head of each chunk of each program's run."""
-    queue = [head for head, length in enumerate(lengths) for _ in range(max(1, -(-length // attention.CHUNK)))]
+    queue = [head for head, length in enumerate(lengths) for _ in range(max(1, -(-length // decode.CHUNK)))]
     busy = min(num_programs, len(queue))
     return [queue[i * len(queue) // busy : (i + 1) * len(queue) // busy] for i in range(busy)]
 
@@ -191,17 +191,17 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     place: tuple[str, torch.dtype], num_programs: int, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Empty heads, lengths at the edges of chunks, random ones, and one head a hundred times as long as most."""
-    monkeypatch.setattr(attention, "_multiprocessors", lambda _: num_programs)
-    monkeypatch.setattr(attention, "PROGRAMS", 1)
-    monkeypatch.setattr(attention, "COUNTED_TOGETHER", 8)  # not all heads at once
-    monkeypatch.setattr(attention, "WAYS", 4)
-    merge, cuts = attention._merge_kernel, []
+    monkeypatch.setattr(decode, "_multiprocessors", lambda _: num_programs)
+    monkeypatch.setattr(decode, "PROGRAMS", 1)
+    monkeypatch.setattr(decode, "COUNTED_TOGETHER", 8)  # not all heads at once
+    monkeypatch.setattr(decode, "WAYS", 4)
+    merge, cuts = decode._merge_kernel, []
 
     class Spy:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *given, **constants: (cuts.extend(given[2].tolist()), merge[grid](*given, **constants))
 
-    monkeypatch.setattr(attention, "_merge_kernel", Spy())
+    monkeypatch.setattr(decode, "_merge_kernel", Spy())
     generator = torch.Generator().manual_seed(num_programs)
     edges = [0, 1, 127, 128, 129, 256, 0, 1300, 13]
     lengths = [*edges, *torch.randint(0, 40, (9,), generator=generator).tolist()]
