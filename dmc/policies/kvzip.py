@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, Whole, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -23,7 +24,7 @@ from dmc.policies.eviction import Eviction, EvictionPolicy
 from dmc.policies.layer_attention import Cache, RotaryTables
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class KVzip(EvictionPolicy):
     """Keep the entries with the highest scores of the whole model, independent of later questions.
 
@@ -36,30 +37,21 @@ class KVzip(EvictionPolicy):
     This costs 2 to 3 times the prompt's own pass, and nothing but the scores stays in the cache. Differs from the
     authors' code: one instruction leads every chunk, and there is none without a tokenizer. A later turn repeats the
     tokens since the last repetition; entries from before keep their scores.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     budget: Budget
-    sinks: int = 4
+    sinks: Whole = 4
     """First tokens that stay."""
-    chunk: int = 2048
+    chunk: Count = 2048
     """Number of tokens that are repeated together."""
-    lead: int = 8
+    lead: Whole = 8
     """Tokens before a chunk that announce it."""
-    instruction: str | Sequence[int] = "\n\nRepeat the previous context exactly."
+    instruction: str | tuple[Whole, ...] = "\n\nRepeat the previous context exactly."
     """Text, or token ids, before each repetition."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     sums: ClassVar[tuple[Sum, ...]] = ("score",)
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.lead < 0 or self.chunk < 1:
-            raise ValueError(
-                f"sinks={self.sinks}, lead={self.lead}, chunk={self.chunk}: expected tokens >= 0, and >= 1 in a chunk"
-            )
 
     @property
     def serves_compressed(self) -> bool:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dmc.budget import rounded_down
+from dmc.config.settings import Ratio, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, in_proportion, pyramid
 from dmc.policies.scores import pool_before
 from dmc.policies.snapkv import SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class LAVa(SnapKV):
     """Keep the entries of a layer with the highest s_h[i] = max_k ||V_h[k]||_1 * mean_j A_h^j[i], pooled.
 
@@ -25,30 +25,16 @@ class LAVa(SnapKV):
     Differs from the paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7
     divides by H N; the shares are the same while all layers have equally many entries. Differs from the code: budget
     that a layer cannot use goes to the others, and no head has a floor unless `floor` is set.
-
-    Raises:
-        ValueError: a budget rule is unknown, `floor` is not in [0, 1]; see `SnapKV`.
     """
 
     layer_budget: Literal["entropy", "uniform", "pyramid"] = "entropy"
     """How layers share the budget; uniform is the paper's ablation "-layer"."""
     head_budget: Literal["pooled", "equal"] = "pooled"
     """Whether the heads of a layer compete for its budget; equal is the paper's ablation "-head"."""
-    beta: float = 20.0
+    beta: Ratio = 20.0
     """See `PyramidKV`; for `layer_budget="pyramid"`."""
-    floor: float = 0.0
+    floor: Share = 0.0
     """Share of its equal budget that every head keeps, as in AdaKV."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layer_budget not in ("entropy", "uniform", "pyramid"):
-            raise ValueError(f"layer_budget={self.layer_budget!r}: expected 'entropy', 'uniform' or 'pyramid'")
-        if self.head_budget not in ("pooled", "equal"):
-            raise ValueError(f"head_budget={self.head_budget!r}: expected 'pooled' or 'equal'")
-        if not self.beta >= 1:
-            raise ValueError(f"beta={self.beta}: expected a number >= 1")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: expected a share from 0 to 1")
 
     @property
     def adapts_layers(self) -> bool:  # type: ignore[override]
