@@ -11,6 +11,7 @@ from torch import Tensor
 from dmc.config.settings import Ratio, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, keep_pooled, keep_top, pyramid
+from dmc.policies.scores import keep_over_heads
 from dmc.policies.snapkv import SnapKV
 
 
@@ -43,9 +44,9 @@ class AdaKV(SnapKV):
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose over all heads; see `EvictionPolicy.keep`."""
         assert entries.observed is not None
+        window = effective_window(self.window, entries.limit)
         if not self.official_blend:
-            return self.keep_over_heads(entries, budget, self.alpha_f)
-        window = int((entries.observed[0, 0] == torch.inf).sum())
+            return keep_over_heads(entries, budget, self.alpha_f, window)
         floor = math.floor(self.alpha_f * (budget - window))
         scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
         count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window

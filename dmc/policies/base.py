@@ -55,6 +55,8 @@ class Entries:
     """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
     nominal: Tensor
     """Budget at the end of the last prompt, entries per head, int64 [S]."""
+    limit: int = 0
+    """The same at the end of a prompt, when S = 1, on the host."""
     last_attention: Tensor | None = None
     """Attention of the newest query, mean over the group, float32 [S, H, N]."""
     window_attention: Tensor | None = None

@@ -13,6 +13,7 @@ from dmc.budget import Budget
 from dmc.config.settings import Count, Share, Whole, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
+from dmc.policies.scores import keep_over_heads
 
 
 @dataclass
@@ -91,4 +92,4 @@ class ExpectedAttention(EvictionPolicy):
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose over all heads; see `EvictionPolicy.keep`."""
-        return self.keep_over_heads(entries, budget, self.alpha_f)
+        return keep_over_heads(entries, budget, self.alpha_f, min(self.sinks, entries.limit))

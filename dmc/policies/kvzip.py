@@ -20,7 +20,7 @@ from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.policies.base import Sum
 from dmc.policies.budgets import keep_top
-from dmc.policies.eviction import Eviction, EvictionPolicy
+from dmc.policies.eviction import Eviction, EvictionPolicy, PromptState
 from dmc.policies.layer_attention import Cache, RotaryTables
 
 
@@ -85,7 +85,7 @@ class Reconstruction(Eviction):
             self._ended: list[tuple[int, int, int]] = []  # row, tokens and limit of the prompts that end in this pass
         return super().attend(layer_index, batch, query, tokens, scaling)
 
-    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, state: PromptState, scaling: float) -> None:
         limit = self._set_limit(layer_index, row, tokens_seen)
         if layer_index == 0 and tokens_seen > limit:
             self._ended.append((row, tokens_seen, limit))

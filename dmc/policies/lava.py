@@ -12,7 +12,7 @@ from dmc.budget import rounded_down
 from dmc.config.settings import Ratio, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, in_proportion, pyramid
-from dmc.policies.scores import pool_before
+from dmc.policies.scores import keep_over_heads, pool_before
 from dmc.policies.snapkv import SnapKV
 
 
@@ -58,11 +58,12 @@ class LAVa(SnapKV):
     def layer_weight(self, entries: Entries, limit: int) -> float:
         """Entropy of the layer's scores as one distribution, over its maximum; 0 if no score is above 0."""
         assert entries.observed is not None
-        scores = entries.observed[entries.exists & (entries.observed < torch.inf)].double()
-        if not scores.any():
-            return 0.0
+        outside_window = entries.exists & (entries.observed < torch.inf)
+        scores = entries.observed.double().where(outside_window, 0.0)
         share = scores / scores.sum()
-        return float(-torch.xlogy(share, share).sum()) / max(math.log(len(scores)), 1e-9)
+        numbers = torch.stack((-torch.xlogy(share, share).sum(), scores.sum(), outside_window.sum().double()))
+        entropy, total, count = numbers.tolist()  # one wait for all three
+        return 0.0 if total == 0 else entropy / max(math.log(count), 1e-9)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the entropies, beside the window."""
@@ -80,4 +81,4 @@ class LAVa(SnapKV):
         """Choose over all heads, or in each; see `EvictionPolicy.keep`."""
         if self.head_budget == "equal":
             return super().keep(entries, budget)
-        return self.keep_over_heads(entries, budget, self.floor)
+        return keep_over_heads(entries, budget, self.floor, effective_window(self.window, entries.limit))

@@ -301,7 +301,7 @@ class OmniKVAttention(CacheAttention):
         slots = (positions + 1).clamp_min(1).minimum(prompt[:, None])[:, None].expand(-1, layer.lengths.shape[1], -1)
         weights = selector_weights(positions[:, -1:] - positions, self.policy.selector) * (positions >= 0)
         scores, begin = torch.zeros(len(rows), longest, device=rows.device), 0
-        for block in attention_probabilities(queries, layer, rows, slots, scaling):
+        for block in attention_probabilities(queries, layer, rows, slots, scaling, longest):
             end = begin + block.shape[3]
             scores[:, : block.shape[-1]] += selection_scores(block.flatten(1, 2), weights[:, begin:end])
             begin = end
@@ -389,7 +389,7 @@ class SparsePrefill:
             return torch.arange(begin, device=rows.device)
         slots = torch.full((1, layer.lengths.shape[1], len(chunk)), begin, device=rows.device)
         scores = torch.zeros(1, begin, device=rows.device)
-        for block in attention_probabilities(chunk.transpose(0, 1)[None], layer, rows, slots, scaling):
+        for block in attention_probabilities(chunk.transpose(0, 1)[None], layer, rows, slots, scaling, begin):
             distances = torch.zeros(1, block.shape[3], dtype=torch.long, device=rows.device)
             scores += selection_scores(block.flatten(1, 2), selector_weights(distances, "uniform"))
         return top_positions(scores, torch.tensor([count], device=rows.device), count)[0]
