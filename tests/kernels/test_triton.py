@@ -192,7 +192,7 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
 ) -> None:
     """Empty heads, lengths at the edges of chunks, random ones, and one head a hundred times as long as most."""
     monkeypatch.setattr(decode, "_multiprocessors", lambda _: num_programs)
-    monkeypatch.setattr(decode, "PROGRAMS", 1)
+    monkeypatch.setattr(decode, "tuning_of", lambda _: decode.Tuning(programs=1))
     monkeypatch.setattr(decode, "COUNTED_TOGETHER", 8)  # not all heads at once
     monkeypatch.setattr(decode, "WAYS", 4)
     merge, cuts = decode._merge_kernel, []
@@ -235,8 +235,8 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
     device, dtype = place
     config, generator = gates_of(settings), torch.Generator().manual_seed(0)
     layer = make_layer(config, block_size=16, max_blocks=10, head_dim=24, dtype=dtype)
-    stream = Stream(layer, config, rows=[2, 0], time=105)
-    for begins, ends in (([0, 0], [2, 7]), ([2, 7], [70, 8]), ([70, 8], [105, 75])):
+    stream = Stream(layer, config, rows=[2, 0], time=60)
+    for begins, ends in (([0, 0], [2, 7]), ([2, 7], [40, 8]), ([40, 8], [60, 43])):
         batch, tokens = stream.tokens(begins, ends)
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         seen = reference.append_or_merge(layer, batch, tokens, config)
@@ -250,12 +250,12 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
 def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, place: tuple[str, torch.dtype]) -> None:
     device, dtype = place
     generator = torch.Generator().manual_seed(0)
-    layer = make_layer(None, max_blocks=5, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
-    stream = Stream(layer, None, rows=[2, 0], time=70)
-    for begins, ends in (([0, 0], [40, 9]), ([40, 9], [51, 70])):
+    layer = make_layer(None, max_blocks=3, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
+    stream = Stream(layer, None, rows=[2, 0], time=40)
+    for begins, ends in (([0, 0], [19, 9]), ([19, 9], [26, 40])):
         batch, tokens = stream.tokens(begins, ends)
         slots = reference.append_or_merge(layer, batch, tokens, None).slots
-        slots[:, 1] = (slots[:, 1] - 20).clamp_min(1)  # a head of fewer slots
+        slots[:, 1] = (slots[:, 1] - 7).clamp_min(1)  # a head of fewer slots
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         wanted = reference.attention_received(query, layer, batch, slots, 0.2)
         given = (copy_to(each, device) for each in (query, layer, batch, slots))
@@ -269,10 +269,10 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
 def test_the_engine_generates_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_compressed: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
 ) -> None:
-    model, prompts = make_compressed(gates={"delay": 3}).to(place[0]), make_prompts(5, 2, 20)
-    params = SamplingParams(max_new_tokens=6, temperature=0)
+    model, prompts = make_compressed(gates={"delay": 3}, num_layers=1).to(place[0]), make_prompts(3, 11)
+    params = SamplingParams(max_new_tokens=3, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
-    engine = Engine(model, kernels="triton", prefill_chunk_size=8)  # the longest prompt goes on while others decode
+    engine = Engine(model, kernels="triton", prefill_chunk_size=4)  # the longest prompt goes on while others decode
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
     assert engine.blocks_in_use == 0
 
