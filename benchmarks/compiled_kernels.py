@@ -193,9 +193,9 @@ def launch_training(dtype: torch.dtype, head_dim: int) -> None:
     states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
     log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))
     hidden, first = torch.empty(BATCH, LENGTH, dtype=torch.bool), torch.empty(BATCH, LENGTH, dtype=torch.int32)
-    plain, whole = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
+    plain, full = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
     with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
-        for others, delay in ((plain, 0), (whole, DELAY)):
+        for others, delay in ((plain, 0), (full, DELAY)):
             fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True)
             result = (states[0], log_sum_exp, 0.1, delay, True)
             fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)

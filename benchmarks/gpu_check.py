@@ -211,10 +211,10 @@ def check_kernels(place: Place) -> Rows:
     batch, heads, group, length, dim = (place.size(*pair) for pair in ((8, 1), (8, 2), (4, 2), (16384, 64), (128, 16)))
     with torch.device(place.device):
         cases = decode_kernels.decode_cases((batch, heads, group, length, dim), options)
-    whole = 2 * batch * heads * length * dim * place.dtype.itemsize
+    all_bytes = 2 * batch * heads * length * dim * place.dtype.itemsize
     shares = {"ragged": 1 / 4, "one long": 1 / 100 + 1 / (batch * heads)}
     for name, milliseconds in place.milliseconds(cases, CALLS).items():
-        reached = whole * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
+        reached = all_bytes * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
         yield row(f"decode, {name}", milliseconds, "ms", f"{reached:.0f} GB/s, {reached / bandwidth:.0%} of a copy")
     if place.has_triton:
         yield from sweep(place, cases["triton, ragged"])

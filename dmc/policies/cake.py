@@ -71,7 +71,9 @@ class CAKE(EvictionPolicy):
         """In proportion to the weights, beside the window; an exact total."""
         window = effective_window(self.window, limit)
         total, weight = (limit - window) * num_layers, math.fsum(weights)
-        shares = [int(total * each / weight) if weight > 0 else total // len(weights) for each in weights]
+        shares = [
+            int(total * layer_weight / weight) if weight > 0 else total // len(weights) for layer_weight in weights
+        ]
         return [window + share for share in spread_evenly(shares, total, tokens_seen - window)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

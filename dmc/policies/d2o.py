@@ -109,11 +109,11 @@ class D2O(EvictionPolicy):
         similarity, target = most_similar(compared, leaving, entries.exists & ~leaving, entries.positions)
         self._move_threshold(entries.memory, source[0], similarity)
         merges = similarity >= entries.memory[source[0], 0]
-        sequence, head, slot = (each[merges] for each in source)
+        sequence, head, slot = (index[merges] for index in source)
         source, target, similarity = (sequence, head, slot), target[merges], similarity[merges]
         taken_in = torch.zeros_like(leaving).index_put_((sequence, head, target), torch.tensor(True))
         slots = entries.slots.expand_as(leaving).where(taken_in, -1)
-        key, value = (merge_into(each, source, target, similarity, self.merge_rule) for each in (keys, values))
+        key, value = (merge_into(states, source, target, similarity, self.merge_rule) for states in (keys, values))
         return Rewrite(slots, key, value)
 
     def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:

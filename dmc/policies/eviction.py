@@ -304,7 +304,7 @@ class Eviction(CacheAttention):
                 budgets = within(budgets, held)  # equal budgets do not compensate for layers that gates left small
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
-            budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
+            budgets = policy.layer_budgets([layer.weight for layer in seen], limit, num_layers, tokens_seen)
             for index, budget in enumerate(within(budgets, held[: len(seen)])):
                 num_entries = self._length(index, row, tokens_seen)
                 earlier = self._entries(index, rows, entries.tokens_seen, num_entries)

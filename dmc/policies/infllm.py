@@ -111,10 +111,10 @@ class InfLLMAttention(CacheAttention):
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if not part.is_prompt:
                 return self._attend_chunk(layer_index, part, query[where], scaling)
-            own, size = query[where], self.policy.chunk
+            part_query, size = query[where], self.policy.chunk
             return torch.cat(
                 [
-                    self._attend_chunk(layer_index, one.cut(first, end), own[span][first:end], scaling)
+                    self._attend_chunk(layer_index, one.cut(first, end), part_query[span][first:end], scaling)
                     for i, span in enumerate(part.spans)
                     for one in (part.part([i])[0],)
                     for first, end in ((at, min(at + size, one.most_new)) for at in range(0, one.most_new, size))
@@ -143,7 +143,10 @@ class InfLLMAttention(CacheAttention):
             )
             return torch.cat(parts)
         attended = torch.empty_like(query)
-        for members in ([i for i, each in enumerate(exact) if each], [i for i, each in enumerate(exact) if not each]):
+        for members in (
+            [i for i, count in enumerate(exact) if count],
+            [i for i, count in enumerate(exact) if not count],
+        ):
             part, where = batch.part(members)
             attended[where] = self._attend_chunk(layer_index, part, query[where], scaling)
         return attended

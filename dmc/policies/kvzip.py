@@ -62,7 +62,7 @@ class KVzip(EvictionPolicy):
         """See `CachePolicy`; also the number of tokens whose entries have a score."""
         return (*super().fields(layout), Field("scored", torch.int32, "row"))
 
-    def worded(self, tokenizer: Any) -> KVzip:
+    def tokenized(self, tokenizer: Any) -> KVzip:
         """See `CachePolicy`."""
         if not isinstance(self.instruction, str):
             return self
@@ -102,10 +102,12 @@ class Reconstruction(Eviction):
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
             scored[:, row] = num_tokens
             scores = [self._scores(layer, rows) for layer in layers]
-            keep = keep_top(torch.cat([each.flatten() for each in scores]), limit * cache.lengths[:, row].numel())
-            counts = [each.numel() for each in scores]
-            for layer, kept, own in zip(layers, keep.split(counts), scores, strict=True):
-                self.backend.compact(layer, rows, kept.view_as(own))
+            keep = keep_top(
+                torch.cat([of_layer.flatten() for of_layer in scores]), limit * cache.lengths[:, row].numel()
+            )
+            counts = [of_layer.numel() for of_layer in scores]
+            for layer, kept, of_layer in zip(layers, keep.split(counts), scores, strict=True):
+                self.backend.compact(layer, rows, kept.view_as(of_layer))
 
     def _scores(self, layer: LayerCache, rows: Tensor) -> Tensor:
         """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""

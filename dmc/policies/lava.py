@@ -52,7 +52,9 @@ class LAVa(SnapKV):
         window = effective_window(self.window, limit)
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
         scores = entries.window_attention[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
-        pooled = [pool_before(entries, each, window, self.kernel_size, self.pooling) for each in scores.unbind(2)]
+        pooled = [
+            pool_before(entries, of_member, window, self.kernel_size, self.pooling) for of_member in scores.unbind(2)
+        ]
         return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:

@@ -97,7 +97,7 @@ class QuestAttention(CacheAttention):
 
     def _pages_read(self, batch: ForwardBatch) -> list[int] | None:
         """Return the number of pages that each sequence reads; None: all of theirs."""
-        reads = [self.policy.num_pages(*each) for each in zip(batch.ends, batch.prompt_ends, strict=True)]
+        reads = [self.policy.num_pages(*lengths) for lengths in zip(batch.ends, batch.prompt_ends, strict=True)]
         has = [begin // self.policy.page_size + 1 for begin in batch.begins]
         return None if reads == has else reads
 

@@ -40,7 +40,7 @@ class RoCo(EvictionPolicy):
         mean = entries.sums["mass"] / entries.num_queries
         deviation = (entries.sums["squares"] / entries.num_queries - mean.square()).clamp_min(0).sqrt()
         budgets = [budget] if isinstance(budget, int) else budget.tolist()
-        num_safe = torch.tensor([math.floor(self.recent_ratio * each) + 1 for each in budgets], device=mean.device)
+        num_safe = torch.tensor([math.floor(self.recent_ratio * count) + 1 for count in budgets], device=mean.device)
         deviation = deviation.masked_fill(entries.among_last(num_safe.clamp_max(NEWEST)), torch.inf)
         deviation = entries.in_order(deviation.masked_fill(~entries.exists, -torch.inf))
         return mean.masked_fill(entries.by_slot(keep_top(deviation, num_safe[:, None, None])), torch.inf)
