@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Whole, checked_dataclass
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 
@@ -39,9 +39,9 @@ class Marked(EvictionPolicy):
     """
 
     budget: Budget
-    markers: tuple[Whole, ...] = ()
+    markers: tuple[NonNegative, ...] = ()
     """Token ids of the markers."""
-    behind: tuple[Whole, ...] = (2,)
+    behind: tuple[NonNegative, ...] = (2,)
     """Distances after a marker; 0 is the marker itself."""
 
     evicts_decoding: ClassVar[bool] = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget, rounded_down
-from dmc.config.settings import Share, Whole, checked_dataclass
+from dmc.config.settings import NonNegative, Share, checked_dataclass
 from dmc.policies.base import Entries, Rewrite, Sum
 from dmc.policies.budgets import in_proportion, warn_once
 from dmc.policies.eviction import EvictionPolicy
@@ -34,7 +34,7 @@ class D2O(EvictionPolicy):
     """
 
     budget: Budget
-    sinks: Whole = 4
+    sinks: NonNegative = 4
     """First tokens that stay; no more than S_l - 2."""
     beta: Share = 0.7
     """Weight of the newest similarity in the threshold."""
@@ -47,7 +47,7 @@ class D2O(EvictionPolicy):
     scaled: bool = True
     """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: eq. 4's F, whose
     softmax gives some layers nearly all and others the least of 1 %."""
-    heavy_to_recent: tuple[Whole, Whole] = (3, 1)
+    heavy_to_recent: tuple[NonNegative, NonNegative] = (3, 1)
     """Ratio N : M of heavy hitters to recent entries."""
 
     grows: ClassVar[bool] = False

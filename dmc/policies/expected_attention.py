@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Count, Share, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.scores import keep_over_heads
@@ -38,7 +38,7 @@ class ExpectedAttention(EvictionPolicy):
     """
 
     budget: Budget
-    sinks: Whole = 4
+    sinks: NonNegative = 4
     """First entries, which always stay; their queries are left out of the moments."""
     future: Count = 512
     """Number of positions after the prompt over which rotations are averaged."""

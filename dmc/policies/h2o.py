@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Whole, checked_dataclass
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Sum
 from dmc.policies.eviction import EvictionPolicy
 
@@ -22,7 +22,7 @@ class H2O(EvictionPolicy):
     """
 
     budget: Budget
-    recent: Whole | None = None
+    recent: NonNegative | None = None
     """Number of last entries that stay; None: half of the budget, rounded up."""
     normalise: bool = False
     """Whether accumulated attention is divided by the number of queries that saw the entry."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.compression import rotate
-from dmc.config.settings import Count, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -39,7 +39,7 @@ class InfLLM(ReadingPolicy):
     """Tokens of a block."""
     representatives: Count = 4
     """Tokens whose mean key represents a block: those with the most attention from the queries around them."""
-    initial: Whole = 128
+    initial: NonNegative = 128
     """First tokens, which are always read."""
     local: Count = 4096
     """Tokens of the window, the newest included."""

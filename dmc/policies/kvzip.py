@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Count, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -40,13 +40,13 @@ class KVzip(EvictionPolicy):
     """
 
     budget: Budget
-    sinks: Whole = 4
+    sinks: NonNegative = 4
     """First tokens that stay."""
     chunk: Count = 2048
     """Number of tokens that are repeated together."""
-    lead: Whole = 8
+    lead: NonNegative = 8
     """Tokens before a chunk that announce it."""
-    instruction: str | tuple[Whole, ...] = "\n\nRepeat the previous context exactly."
+    instruction: str | tuple[NonNegative, ...] = "\n\nRepeat the previous context exactly."
     """Text, or token ids, before each repetition."""
 
     evicts_decoding: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from pydantic import StrictFloat
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Count, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -49,7 +49,7 @@ class OmniKV(ReadingPolicy):
     """Number of prompt tokens that are chosen; a ratio is of the prompt."""
     memory: Annotated[StrictFloat, pydantic.Field(gt=0, le=1)] | None = None
     """In place of a budget: the share of a full cache in fast memory, full layers included (Mem%)."""
-    filter_layers: tuple[Whole, ...] | None = None
+    filter_layers: tuple[NonNegative, ...] | None = None
     """Indices of the filter layers, ascending, from 0; None: `default_filter_layers`."""
     selector: Selector = "last"
     """Queries that choose: the newest, or the last `window` with weights that are equal or halve with distance."""

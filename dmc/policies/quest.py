@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Count, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -31,7 +31,7 @@ class Quest(ReadingPolicy):
     """Entries that are read, in whole pages, at least one; a ratio is of the prompt."""
     page_size: Count = 16
     """Entries of a page, a divisor of the engine's `block_size`."""
-    dense_layers: Whole = 2
+    dense_layers: NonNegative = 2
     """Number of first layers, which read everything."""
 
     def fitted(self, num_layers: int, block_size: int) -> Quest:

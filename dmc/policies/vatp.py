@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dmc.config.settings import Whole, checked_dataclass
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Sum
 from dmc.policies.budgets import warn_once
 from dmc.policies.h2o import H2O
@@ -20,7 +20,7 @@ class VATP(H2O):
     The first tokens always stay, within the heavy half: their values are tiny.
     """
 
-    sinks: Whole = 4
+    sinks: NonNegative = 4
     """Number of first entries that stay; at most the heavy half."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "value_norm")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
-from dmc.config.settings import Whole, checked_dataclass
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Rewrite
 from dmc.policies.budgets import warn_once
 from dmc.policies.eviction import EvictionPolicy
@@ -31,7 +31,7 @@ class StreamingLLM(LocalWindow):
     last ones, so that distances are those inside the cache.
     """
 
-    sinks: Whole = 4
+    sinks: NonNegative = 4
     """Number of first entries that stay; fewer if the budget leaves no recent entry beside them."""
     rerotate: bool = False
     """Whether a generated token sees the sinks at the positions right before the last entries, as in the paper."""
