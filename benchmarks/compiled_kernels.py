@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
+from dmc.kernels.triton import append, append_chunk, compaction, decode, evict_one, prefill, received
 from dmc.models.masked_attention import fused, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -164,7 +164,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
         pages, rows = (layer.key_pages, layer.value_pages, layer.block_tables), batch.row_index
         query = torch.empty(BATCH, GROUP * KV_HEADS, head_dim, dtype=dtype)
         for options in ({}, {"recent": recent}, {"return_scores": True}):  # the two never come together
-            attention.paged_attention(query, *pages, layer.lengths, 0.1, scales=layer.scales, rows=rows, **options)
+            decode.paged_attention(query, *pages, layer.lengths, 0.1, scales=layer.scales, rows=rows, **options)
         batch, tokens = tokens_of(20, DELAY, dtype, head_dim)
         around, with_held_back = tokens_of(20 + DELAY - 1, 0, dtype, head_dim)
         seen = VisibleKeys(
@@ -180,11 +180,11 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     layer.entry_metadata = {"position": torch.empty(size, dtype=torch.int32), "mass": torch.empty(size)}
     one, counts = tokens_of(1, 0, dtype, head_dim)[0], torch.empty(numbers, dtype=torch.int64)
     written = {name: torch.empty(numbers, dtype=each.dtype) for name, each in layer.entry_metadata.items()}
-    eviction.write_metadata(layer, one, written)
-    positions, mass = eviction.read_metadata(layer, rows, ["position", "mass"], LENGTH)
-    eviction.add_attention(layer, rows, torch.empty(BATCH, GROUP * KV_HEADS, LENGTH), {"mass": 1}, LENGTH)
-    eviction.nth_newest(positions, counts)
-    compaction.evict(layer, rows, eviction.eviction_candidate(mass, positions, counts, counts[0]))
+    evict_one.write_metadata(layer, one, written)
+    positions, mass = evict_one.read_metadata(layer, rows, ["position", "mass"], LENGTH)
+    evict_one.add_attention(layer, rows, torch.empty(BATCH, GROUP * KV_HEADS, LENGTH), {"mass": 1}, LENGTH)
+    evict_one.nth_newest(positions, counts)
+    compaction.evict(layer, rows, evict_one.eviction_candidate(mass, positions, counts, counts[0]))
 
 
 def launch_training(dtype: torch.dtype, head_dim: int) -> None:
@@ -193,9 +193,9 @@ def launch_training(dtype: torch.dtype, head_dim: int) -> None:
     states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
     log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))
     hidden, first = torch.empty(BATCH, LENGTH, dtype=torch.bool), torch.empty(BATCH, LENGTH, dtype=torch.int32)
-    plain, whole = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
+    plain, full = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
     with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
-        for others, delay in ((plain, 0), (whole, DELAY)):
+        for others, delay in ((plain, 0), (full, DELAY)):
             fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True)
             result = (states[0], log_sum_exp, 0.1, delay, True)
             fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)
@@ -205,7 +205,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, append_chunk, attention, prefill, received, compaction, eviction, kernels):
+        for module in (append, append_chunk, decode, prefill, received, compaction, evict_one, kernels):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))

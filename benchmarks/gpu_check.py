@@ -32,7 +32,7 @@ from unittest.mock import patch
 import decode_kernels
 import torch
 import training_kernels
-from parity import GATES, LARGEST_DIFFERENCE, Rows, check_serving, row
+from parity import GATES, LARGEST_DIFFERENCE, Rows, check_serving, row, sampler_case
 from timings import Case, medians
 from torch import Tensor
 
@@ -44,6 +44,7 @@ from dmc.models.masked_attention import masked_attention
 from dmc.models.modeling import for_unpadded
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.provenance import provenance
+from dmc.runtime.sampling import choose_tokens
 from dmc.training.flops import peak_flops
 
 OUTPUT = "outputs/gpu_check"
@@ -210,10 +211,10 @@ def check_kernels(place: Place) -> Rows:
     batch, heads, group, length, dim = (place.size(*pair) for pair in ((8, 1), (8, 2), (4, 2), (16384, 64), (128, 16)))
     with torch.device(place.device):
         cases = decode_kernels.decode_cases((batch, heads, group, length, dim), options)
-    whole = 2 * batch * heads * length * dim * place.dtype.itemsize
+    all_bytes = 2 * batch * heads * length * dim * place.dtype.itemsize
     shares = {"ragged": 1 / 4, "one long": 1 / 100 + 1 / (batch * heads)}
     for name, milliseconds in place.milliseconds(cases, CALLS).items():
-        reached = whole * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
+        reached = all_bytes * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
         yield row(f"decode, {name}", milliseconds, "ms", f"{reached:.0f} GB/s, {reached / bandwidth:.0%} of a copy")
     if place.has_triton:
         yield from sweep(place, cases["triton, ragged"])
@@ -226,19 +227,25 @@ def check_kernels(place: Place) -> Rows:
     for name, milliseconds in place.milliseconds(cases, CALLS).items():
         share = f"{operations / milliseconds * 1e3 / peak:.0%} of the peak" if peak and "append" not in name else ""
         yield row(f"prefill, {name}", milliseconds, "ms", share)
+    draws = {"greedy": {"temperature": 0}, "top_k 50": {"top_k": 50}, "top_p 0.9": {"top_p": 0.9}}
+    samplers = {name: partial(choose_tokens, *sampler_case(place, **options)) for name, options in draws.items()}
+    yield from beside_first(place.milliseconds(samplers, CALLS), "sampler, 64 rows")
 
 
 def sweep(place: Place, case: Case) -> Rows:
-    """Time decode attention with programs, stages and keys of a tile as they are set, then with more."""
-    from dmc.kernels.triton import attention
+    """Time decode attention with other tunings than this chip's; the fastest belongs into `decode.TUNINGS`."""
+    from dmc.kernels.triton import decode
 
+    today = decode.tuning_of(torch.device(place.device))
+    others = itertools.product((2, 3, 4), (5, 7), (8192, 16384))
     found: dict[str, float] = {}
-    for stages, times, programs in itertools.product((5, 7), (1, 2), (2, 3, 4)):
-        size = times * 8192
-        with patch.multiple(attention, PROGRAMS=programs, STAGES=stages, TILE_BYTES=size):
-            name = f"{programs} programs, {stages} stages, tiles of {size} bytes"
-            found |= place.milliseconds({name: case}, CALLS)
+    for tuning in dict.fromkeys([today, *(decode.Tuning(*numbers) for numbers in others)]):
+        with patch.object(decode, "tuning_of", lambda device, tuning=tuning: tuning):
+            found |= place.milliseconds({str(tuning): case}, CALLS)
     yield from beside_first(found, "sweep")
+    fastest = min(found, key=lambda name: found[name])
+    capability = torch.cuda.get_device_capability() if place.device == "cuda" else None
+    yield row("fastest tuning", found[fastest], "ms", f"TUNINGS[{capability}] = {fastest}; today {today}")
 
 
 def check_speed(place: Place) -> Rows:

@@ -16,6 +16,7 @@ from dmc.budget import Budget
 from dmc.compression import CompressionConfig
 from dmc.kernels import BACKENDS
 from dmc.models.build import random_model, twin
+from dmc.runtime.sampling import choose_tokens
 
 GATES: dict[str, dict[str, Any]] = {
     "merge": {},
@@ -32,6 +33,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "8-bit pages, H2O": ("full cache", {"kv_cache_dtype": "int8", "policy": policies.H2O(budget=Budget(ratio=2))}, {}),
     "prefix cache": ("full cache", {"prefix_cache": True}, {}),
     "H2O": ("full cache", {"policy": policies.H2O(budget=Budget(ratio=2))}, {}),
+    "OmniKV, prompts in the host's memory": (
+        "three layers",
+        {},
+        {"policy": policies.OmniKV(budget=Budget(ratio=1), filter_layers=(0,), offload=True)},  # chooses all: exact
+    ),
     "TOVA": ("full cache", {"policy": policies.TOVA(budget=Budget(ratio=2))}, {}),
 }
 """Beside backends and gates: the model, options of both engines, and of the one that is checked."""
@@ -81,11 +87,11 @@ class CountedKernel:
 @contextlib.contextmanager
 def counted_kernels() -> Iterator[Counter[str]]:
     """Count the launches of all Triton kernels by name, those that are not launched with 0."""
-    from dmc.kernels.triton import append, append_chunk, attention, compaction, eviction, prefill, received
+    from dmc.kernels.triton import append, append_chunk, compaction, decode, evict_one, prefill, received
 
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
-        for module in (append, append_chunk, attention, prefill, received, eviction, compaction):
+        for module in (append, append_chunk, decode, prefill, received, evict_one, compaction):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 counts[name] += 0
                 stack.enter_context(patch.object(module, name, CountedKernel(kernel, name, counts)))
@@ -97,10 +103,34 @@ def check_serving(place: Any) -> Rows:
     with counted_kernels() if place.has_triton else contextlib.nullcontext(Counter[str]()) as counts:
         for dtype in place.dtypes:
             yield from _of_dtype(place, dtype)
+    yield check_sampler(place)
     if place.has_triton:
         missing = [name for name, count in counts.items() if not count]
         ran = f"never ran: {', '.join(missing)}" if missing else "each one's launches: " + _listed(counts)
         yield row("Triton kernels that ran", len(counts) - len(missing), f"of {len(counts)}", ran, holds=not missing)
+
+
+def sampler_case(place: Any, **options: Any) -> tuple[Tensor, list[SamplingParams], list[float]]:
+    """Make logits of 64 sequences, their parameters and uniform numbers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(64, place.size(128_256, 997), generator=generator)
+    params = [SamplingParams(**options)] * len(logits)
+    return logits.to(place.device), params, torch.rand(len(logits), generator=generator).tolist()
+
+
+def check_sampler(place: Any) -> dict[str, Any]:
+    """Draw with top_p, and by its definition in float64."""
+    logits, params, uniforms = sampler_case(place, temperature=0.7, top_p=0.9)
+    chosen = choose_tokens(logits, params, uniforms)[0].tokens.tolist()
+    equal = 0
+    for token, row_of_logits, uniform in zip(chosen, logits.double().cpu(), uniforms, strict=True):
+        share = (row_of_logits / 0.7).softmax(-1)
+        most_likely, order = share.sort(descending=True)
+        share[order[most_likely.cumsum(-1) - most_likely >= 0.9]] = 0.0
+        cumulative = share.cumsum(-1)
+        equal += token == int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    holds = equal >= len(chosen) - 1  # a token at the edge of the mass may be in or out
+    return row("top_p, tokens of its definition", equal, f"of {len(chosen)}", holds=holds)
 
 
 def _listed(counts: Counter[str]) -> str:
@@ -119,7 +149,7 @@ def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
 
     prompts = random_tokens(place.size(700, 22), place.size(300, 9))
     continuations = random_tokens(place.size(40, 6), place.size(50, 7))
-    models = {"full cache": twin(stock)}
+    models = {"full cache": twin(stock), "three layers": random_model(place.shape(3), dtype, place.device)}
     for gates, changes in {**GATES, "exact merge": {"window_size": None}}.items():
         config = CompressionConfig(decision_offset=0.0, **changes)  # every other token, for keys spread evenly about 0
         models[gates] = retrofit(twin(stock), config)
@@ -133,7 +163,7 @@ def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
         options = {"prefill_chunk_size": place.size(256, 16), "block_size": 256 if kernels == "flash" else 16, **both}
         title = f"{name}, {str(dtype).removeprefix('torch.')}"
         try:
-            engine = Engine(models[gates], kernels=kernels, **options, **own)
+            engine = Engine(models[gates], kernels=kernels, **{**options, **own})
         except (ValueError, ImportError) as error:
             yield row(title, 0, "", f"does not serve this: {error}"[:120])
             continue

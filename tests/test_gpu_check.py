@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
-from gpu_check import CHECKS, Part  # noqa: E402
+from gpu_check import CHECKS, GATES, Part  # noqa: E402
+from parity import SETTINGS  # noqa: E402
 
 WRITES = "import sys, json; open(sys.argv[1], 'a').write(json.dumps({'measured': 'a', 'value': 2.0, 'unit': 's', 'beside': '', 'holds': True}) + chr(10)); "  # noqa: E501
 
@@ -61,17 +62,9 @@ def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_pa
     assert not [name for name, row in found.items() if row["holds"] is False]
     reached = found["Triton kernels that ran"]
     assert reached["holds"], reached["beside"]
-    for name in (
-        "full cache",
-        "merge",
-        "merge, delay 16",
-        "drop, delay 16",
-        "8-bit pages",
-        "prefix cache",
-        "H2O",
-        "TOVA",
-    ):
-        assert found[f"triton, {name}, float32"]["holds"]
+    assert found["top_p, tokens of its definition"]["holds"]
+    for name in ("full cache", *GATES, *SETTINGS):
+        assert name.startswith("CUDA graphs") or found[f"triton, {name}, float32"]["holds"]
 
 
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):

@@ -86,7 +86,7 @@ class NewTokens:
 
     def part(self, where: Tensor | slice) -> NewTokens:
         """Take some of the tokens."""
-        gates = (None if each is None else each[where] for each in (self.decisions, self.omega))
+        gates = (None if gate is None else gate[where] for gate in (self.decisions, self.omega))
         return NewTokens(self.key[where], self.value[where], *gates)
 
 

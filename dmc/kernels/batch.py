@@ -69,7 +69,7 @@ class ForwardBatch:
         """
         batch = cls(list(range(count)), [0] * count, [1] * count, device, is_known=rows is None)
         known = {"row_index": rows, "begin_index": positions}
-        batch.__dict__.update({name: each for name, each in known.items() if each is not None})
+        batch.__dict__.update({name: tensor for name, tensor in known.items() if tensor is not None})
         return batch
 
     @property
@@ -157,7 +157,7 @@ class ForwardBatch:
         if count == 0:
             return self
         if count not in self._extended:
-            begins, num_new = [each - count for each in self.begins], [each + count for each in self.num_new]
+            begins, num_new = [begin - count for begin in self.begins], [new + count for new in self.num_new]
             self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device)
             known = {"row_index": self.row_index, "begin_index": self.begin_index - count}
             self._extended[count].__dict__.update(known)
@@ -235,7 +235,7 @@ class ForwardBatch:
         if len(set(kinds)) < 2:
             return [(self, slice(None))]
         members = ([i for i, kind in enumerate(kinds) if kind == wanted] for wanted in (False, True))
-        return [self.part(each) for each in members]
+        return [self.part(part_members) for part_members in members]
 
     @cached_property
     def by_count(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
@@ -243,7 +243,7 @@ class ForwardBatch:
         if self.most_new == 1 or 1 not in self.num_new:
             return [(self, slice(None))]
         members = ([i for i, new in enumerate(self.num_new) if (new > 1) is several] for several in (False, True))
-        return [self._with_tables(each) for each in members]
+        return [self._with_tables(part_members) for part_members in members]
 
     def _with_tables(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
         part, where = self.part(members)

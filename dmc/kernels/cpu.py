@@ -66,7 +66,7 @@ def append_or_merge(
     cos = sin = None
     if config is not None:
         assert batch.rotary is not None
-        cos, sin = (each.float().contiguous() for each in batch.rotary)
+        cos, sin = (table.float().contiguous() for table in batch.rotary)
         _expect("cos", cos, torch.float32, (num_tokens + sequences * delay, dim))
         _expect("sin", sin, torch.float32, cos.shape)
         assert tokens.decisions is not None and tokens.omega is not None
@@ -115,11 +115,11 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
 def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, Tensor]) -> None:
     """See `reference.write_metadata`."""
     pages = [cache.entry_metadata[name] for name in metadata]
-    numbers = [each.contiguous() for each in metadata.values()]
-    for name, page, each in zip(metadata, pages, numbers, strict=True):
-        _expect(name, each, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
+    numbers = [values.contiguous() for values in metadata.values()]
+    for name, page, values in zip(metadata, pages, numbers, strict=True):
+        _expect(name, values, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
     _expect_batch(batch)
-    addresses = _int64s(each.data_ptr() for each in numbers)
+    addresses = _int64s(values.data_ptr() for values in numbers)
     _call("write_metadata", *_heads(cache, batch.row_index, pages), batch.cu_seqlens, addresses)
 
 
@@ -128,7 +128,7 @@ def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slo
     """See `reference.read_metadata`."""
     pages = [cache.entry_metadata[name] for name in names]
     read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
-    addresses = _int64s(each.data_ptr() for each in read)
+    addresses = _int64s(values.data_ptr() for values in read)
     fills = _int64s(0 if page.is_floating_point() else -1 for page in pages)
     _call("read_metadata", *_heads(cache, rows, pages), num_slots, addresses, fills)
     return read
@@ -352,11 +352,10 @@ def _call(name: str, *given: Any) -> None:
     """
     library = load_library()
     assert library is not None
-    every = [  # most are one of three kinds: a call of `_field` for each would take as long as the rest
-        each if type(each) is int else 0 if each is None else each.data_ptr() if type(each) is Tensor else _field(each)
-        for each in given
+    numbers = [  # most are one of three kinds: a call of `_field` for all would take as long as the rest
+        n if type(n) is int else 0 if n is None else n.data_ptr() if type(n) is Tensor else _field(n) for n in given
     ]
-    fields = struct.pack(f"={len(every)}q", *every)  # an array of ctypes takes five times as long
+    fields = struct.pack(f"={len(numbers)}q", *numbers)  # an array of ctypes takes five times as long
     if (problem := _function(library, name)(fields)) is not None:
         raise ValueError(f"kernels.cpu: {problem.decode()}; nothing has changed")
 

@@ -142,7 +142,7 @@ def prefill_attention(
     folded = query.new_empty(place.numel(), query.shape[1] // kv_heads, query.shape[2])
     folded[place] = query.unflatten(1, (kv_heads, -1))
     lengths, tables = seen.slots[batch.last].flatten(), block_tables[batch.row_index].flatten(0, 1)
-    states = folded, *(each.unsqueeze(2) for each in pages)
+    states = folded, *(states.unsqueeze(2) for states in pages)
     options = {table_name: tables, "max_seqlen_q": batch.most_new, "softmax_scale": scaling, "causal": True}
     if table_name == "page_table":
         out = library.flash_attn_with_kvcache(*states, cache_seqlens=lengths, cu_seqlens_q=bounds, **options)
@@ -156,7 +156,7 @@ def prefill_attention(
 def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> Tensor:
     """Join attention over slots, `out` [B, H, group, D] and its log-sum-exp, with raw recent tokens."""
     batch = len(grouped)
-    key, value = (each.float().unflatten(0, (batch, -1)).transpose(1, 2) for each in (recent.key, recent.value))
+    key, value = (states.float().unflatten(0, (batch, -1)).transpose(1, 2) for states in (recent.key, recent.value))
     scores = grouped.float() @ key.transpose(-1, -2) * scaling
     scores = scores.masked_fill(~recent.exists.view(batch, 1, 1, -1), -torch.inf)  # [B, H, group, W]
     total = torch.logaddexp(lse, scores.logsumexp(-1))

@@ -98,7 +98,7 @@ class CacheLayout:
         """Return all declared fields."""
         heads, size, dim = (self.num_kv_heads,), self.history_size, self.head_dim
         ring = (*heads, size)
-        own = [
+        fields = [
             *self._entry_fields,
             Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
             Field("lengths", torch.int32, "row", heads),
@@ -108,11 +108,11 @@ class CacheLayout:
             Field("history_omega", torch.float32, "row", ring),
         ]
         if self.keeps_mean:
-            own += [
+            fields += [
                 Field("mean", torch.float32, "row", (*heads, 2 * dim)),
                 Field("weight", torch.float32, "row", heads),
             ]
-        return (*own, *self.policy_fields)
+        return (*fields, *self.policy_fields)
 
     @property
     def _entry_fields(self) -> list[Field]:
@@ -123,11 +123,11 @@ class CacheLayout:
     @property
     def entry_bytes(self) -> int:
         """Return the bytes of the key and the value of one slot."""
-        return sum(each.num_bytes(1) for each in self._entry_fields)
+        return sum(field.num_bytes(1) for field in self._entry_fields)
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block, with all data kept for its slots."""
-        return sum(each.num_bytes(block_size) for each in self.fields if each.per != "row")
+        return sum(field.num_bytes(block_size) for field in self.fields if field.per != "row")
 
     @property
     def delay(self) -> int:

@@ -16,7 +16,7 @@ QUERY_BLOCK = 128
 
 
 def attention_probabilities(
-    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float, num_slots: int | None = None
 ) -> Iterator[Tensor]:
     """Compute softmax(q k^T) for at most `QUERY_BLOCK` queries at a time, without an [n, n] tensor.
 
@@ -26,19 +26,19 @@ def attention_probabilities(
         rows: cache row of each sequence, int64 [S].
         slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
         scaling: factor on the scores.
+        num_slots: a bound on `slots`, with which nothing is read back from the device; None: the bound of each block.
     Yields:
-        float32 [S, H, group, queries of the block, slots], 0 where a slot is not seen; as many slots as the block's
-        last query sees in the longest head.
+        float32 [S, H, group, queries of the block, slots], 0 where a slot is not seen.
     """
     sequences, _, num_new, head_dim = query.shape
     tables = cache.block_tables[rows]
-    key = gather_pages(cache.key_pages, tables, int(slots.max()), cache.key_scales).float()
+    key = gather_pages(cache.key_pages, tables, num_slots or int(slots.max()), cache.key_scales).float()
     grouped = query.float().reshape(sequences, key.shape[1], -1, num_new, head_dim) * scaling
     place = torch.arange(key.shape[2], device=query.device)
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
         seen = slots[:, :, begin:end]
-        width = int(seen.max())
+        width = num_slots or int(seen.max())
         block = grouped[:, :, :, begin:end]
         scores = (block.flatten(2, 3) @ key[:, :, :width].transpose(-1, -2)).view(*block.shape[:-1], width)
         hidden = place[:width] >= seen[:, :, None, :, None]

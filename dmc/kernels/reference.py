@@ -143,8 +143,8 @@ def _running_states(
         start, last = batch.extended(1).cu_seqlens[:-1], batch.extended(1).last
         weight = cache.weight[rows]
         states, alpha, omega = (
-            each.new_zeros(len(each) + len(rows), *each.shape[1:]).index_copy_(0, new, each)
-            for each in _stream(entering)
+            states.new_zeros(len(states) + len(rows), *states.shape[1:]).index_copy_(0, new, states)
+            for states in _stream(entering)
         )
         states.index_copy_(0, start, cache.mean[rows])  # each sequence begins with its open slot
         omega.index_copy_(0, start, weight.where(weight > 0, 1.0))
@@ -176,7 +176,7 @@ def _accumulate(states: Tensor, alpha: Tensor, omega: Tensor, window_size: int |
     """
     broken = ~(states.sum(-1) + omega).isfinite()
     marked = torch.cat((states.masked_fill(broken[..., None], 0), broken[..., None].float()), dim=-1)
-    by_head = [each.transpose(0, 1)[None] for each in (marked, alpha, omega.masked_fill(broken, 1))]
+    by_head = [gate.transpose(0, 1)[None] for gate in (marked, alpha, omega.masked_fill(broken, 1))]
     pooled = accumulate(by_head[0], by_head[1], by_head[2], window_size)[0].transpose(0, 1)
     return pooled[..., :-1].masked_fill(pooled[..., -1:] > 0, torch.nan)
 
@@ -263,10 +263,10 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     old, tables = cache.lengths[rows].long(), cache.block_tables[rows].long()
     last, chosen = (old - 1).clamp_min(0), (slots >= 0).flatten()
     source, target = (
-        places(tables, each[..., None], cache.block_size).flatten() for each in (last, slots.where(slots >= 0, last))
+        places(tables, index[..., None], cache.block_size).flatten() for index in (last, slots.where(slots >= 0, last))
     )
     first = chosen.byte().argmax(0, keepdim=True)  # a head that evicts nothing repeats the move of one that does
-    source, target = (each.where(chosen, each.gather(0, first)) for each in (source, target))
+    source, target = (index.where(chosen, index.gather(0, first)) for index in (source, target))
     for pages in cache.slot_pages:
         flat = pages.flatten(0, 1)
         flat[target] = flat[source]
@@ -309,7 +309,7 @@ def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slo
     """Copy metadata of slots, [S, H, num_slots] each; beyond the length -1 for integers, else 0."""
     tables, held = cache.block_tables[rows], slots_below(cache.lengths[rows], num_slots)
     read = (gather_pages(cache.entry_metadata[name], tables, num_slots) for name in names)
-    return [each.where(held, 0 if each.is_floating_point() else -1) for each in read]
+    return [values.where(held, 0 if values.is_floating_point() else -1) for values in read]
 
 
 def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[str, int], num_slots: int) -> Tensor:
@@ -446,9 +446,9 @@ def prefill_attention(
         if recent is not None:
             _, around = batch.extended(delay - 1).part(members)
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
-        own, tables = VisibleKeys(seen.slots[where], top, recent), block_tables[part.row_index]
-        pages, most_slots = (key_pages, value_pages, tables), int(own.slots.max())
-        attended[where] = part.unpad(_attend(part, query[where], *pages, own, scaling, most_slots, scales)[0])
+        part_seen, tables = VisibleKeys(seen.slots[where], top, recent), block_tables[part.row_index]
+        pages, most_slots = (key_pages, value_pages, tables), int(part_seen.slots.max())
+        attended[where] = part.unpad(_attend(part, query[where], *pages, part_seen, scaling, most_slots, scales)[0])
     return attended
 
 
@@ -486,10 +486,12 @@ def _attend(
     sequences, num_new, query_heads, head_dim = padded.shape
     grouped = padded.float().transpose(1, 2).reshape(sequences, keys.shape[1], -1, num_new, head_dim) * scaling
     if seen.top is not None:
-        top = [batch.pad(each) for each in (seen.top.key, seen.top.value, seen.top.exists)]
+        top = [batch.pad(states) for states in (seen.top.key, seen.top.value, seen.top.exists)]
     if seen.recent is not None:
         delay = (len(seen.recent.exists) - batch.num_tokens) // sequences + 1
-        raw = [batch.pad(each, before=delay - 1) for each in (seen.recent.key, seen.recent.value, seen.recent.exists)]
+        raw = [
+            batch.pad(states, before=delay - 1) for states in (seen.recent.key, seen.recent.value, seen.recent.exists)
+        ]
     slots = torch.arange(most_slots, device=query.device)
     outputs, weights = [], query.new_zeros(0)
     for begin in range(0, num_new, QUERY_BLOCK):
@@ -497,13 +499,13 @@ def _attend(
         block_keys, block_values = [keys], [values]
         visible = [slots < seen_slots[:, :, begin:end, None]]  # [S, H, block, slots]
         if seen.top is not None:
-            key, value, exists = (each[:, begin:end] for each in top)
+            key, value, exists = (states[:, begin:end] for states in top)
             block_keys.append(key.float().transpose(1, 2))
             block_values.append(value.float().transpose(1, 2))
-            own = torch.eye(end - begin, dtype=torch.bool, device=query.device)
-            visible.append((own & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
+            diagonal = torch.eye(end - begin, dtype=torch.bool, device=query.device)
+            visible.append((diagonal & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
         if seen.recent is not None:
-            key, value, exists = (each[:, begin : end + delay - 1] for each in raw)
+            key, value, exists = (states[:, begin : end + delay - 1] for states in raw)
             block_keys.append(key.float().transpose(1, 2))
             block_values.append(value.float().transpose(1, 2))
             offset = torch.arange(end - begin + delay - 1, device=query.device)

@@ -1,9 +1,12 @@
 """Training-free methods: which cache entries they keep, or read, at run time. One file is one method.
 
-base.py        the interface of a policy: what it sees, returns and declares, and how it takes part in attention
-attention.py   an attention layer without a policy: append the tokens, attend to all entries
-eviction.py    methods that score entries and evict some, and their execution; scores.py, budgets.py, merging.py help
-reading.py     methods that hold everything and read a part: omnikv.py, quest.py, infllm.py, each with its execution
+base.py             the interface of a policy: what it sees, returns and declares, and how to add one
+layer_attention.py  an attention layer without a policy: append the tokens, attend to all entries
+eviction.py         methods that score entries and evict some, and their execution
+scores.py           pooling of scores; budgets.py and merging.py: shares of layers and heads, fate of evicted entries
+reading.py          methods that hold everything and read a part: omnikv.py, quest.py, infllm.py
+placement.py        entries of such a method on the device, or in the host's memory
+from_config.py      a policy from its settings
 """
 
 from dmc.policies.adakv import AdaKV

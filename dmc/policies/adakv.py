@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dmc.config.settings import Ratio, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, keep_pooled, keep_top, pyramid
+from dmc.policies.scores import keep_over_heads
 from dmc.policies.snapkv import SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
     """Keep the entries with the highest SnapKV scores of a whole layer (Ada-SnapKV, Ada-PyramidKV).
 
     Every head keeps its window and at least floor(alpha_f * b) more, b its share of the budget; the total is exact.
     Differs from the authors' code, which blends: head h gets round((1 - alpha_f) count_h + floor(alpha_f b)) and the
     total drifts (`official_blend`).
-
-    Raises:
-        ValueError: `alpha_f` is not in [0, 1], the layer budget is unknown; see `SnapKV`.
     """
 
-    alpha_f: float = 0.2
+    alpha_f: Share = 0.2
     """Share of its equal budget that every head keeps; 1 is SnapKV."""
     layer_budget: Literal["uniform", "pyramid"] = "uniform"
     """Budgets of the layers: the same for each, or PyramidKV's."""
-    beta: float = 20.0
+    beta: Ratio = 20.0
     """See `PyramidKV`."""
     official_blend: bool = False
     """Whether head budgets are blended as in the authors' code."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha_f <= 1:
-            raise ValueError(f"alpha_f={self.alpha_f}: expected a share from 0 to 1")
-        if self.layer_budget not in ("uniform", "pyramid"):
-            raise ValueError(f"layer_budget={self.layer_budget!r} is unknown: expected 'uniform' or 'pyramid'")
-        if not self.beta >= 1:
-            raise ValueError(f"beta={self.beta}: expected a number >= 1")
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Uniform, or the pyramid beside the window."""
@@ -55,9 +44,9 @@ class AdaKV(SnapKV):
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose over all heads; see `EvictionPolicy.keep`."""
         assert entries.observed is not None
+        window = effective_window(self.window, entries.limit)
         if not self.official_blend:
-            return self.keep_over_heads(entries, budget, self.alpha_f)
-        window = int((entries.observed[0, 0] == torch.inf).sum())
+            return keep_over_heads(entries, budget, self.alpha_f, window)
         floor = math.floor(self.alpha_f * (budget - window))
         scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
         count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window

@@ -1,5 +1,15 @@
 """Interface of a policy: what it sees of the cache, what it returns, and the fields that it keeps there.
 
+To add a method, write a frozen dataclass in a file of its own; `tova.py` is a short one to copy.
+
+- One that evicts extends `EvictionPolicy` (eviction.py): class variables say which inputs it needs, and `scores` ranks
+  the `Entries` below. Override `layer_budgets`, `keep` or `merge` if layers, heads or evicted entries are special.
+- One that keeps everything and reads less extends `ReadingPolicy` (reading.py) and returns an attention of its own from
+  `attention`; `quest.py` is the shortest.
+- State that must follow an entry, block or sequence is declared in `fields`.
+
+Then name it in `__init__.py` and add `configs/policy/<name>.yaml`: the tests of all policies include it.
+
 Shapes beyond the legend of `dmc.compression.base`: S sequences, N entries of the longest head, w queries of the
 observation window. Entries are in no order: each has a slot, and a position that tells its age. A *limit* or *budget*
 is in entries per KV head.
@@ -55,6 +65,8 @@ class Entries:
     """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
     nominal: Tensor
     """Budget at the end of the last prompt, entries per head, int64 [S]."""
+    limit: int = 0
+    """The same at the end of a prompt, when S = 1, on the host."""
     last_attention: Tensor | None = None
     """Attention of the newest query, mean over the group, float32 [S, H, N]."""
     window_attention: Tensor | None = None
@@ -190,7 +202,7 @@ class CachePolicy:
         """
         return self
 
-    def worded(self, tokenizer: Any) -> CachePolicy:
+    def tokenized(self, tokenizer: Any) -> CachePolicy:
         """Return the policy with its texts tokenized; without a tokenizer, with no texts."""
         return self
 

@@ -133,10 +133,10 @@ def spread_evenly(shares: Sequence[int], total: int, cap: int | Sequence[int]) -
     """Cap shares, and spread the rest of `total` evenly over uncapped ones, the remainder to the first."""
     caps = cap if isinstance(cap, Sequence) else [cap] * len(shares)
     filled = [min(share, most) for share, most in zip(shares, caps, strict=True)]
-    while (missing := total - sum(filled)) > 0 and (open_ := [i for i, each in enumerate(filled) if each < caps[i]]):
-        each, more = divmod(missing, len(open_))
+    while (missing := total - sum(filled)) > 0 and (open_ := [i for i, share in enumerate(filled) if share < caps[i]]):
+        added, more = divmod(missing, len(open_))
         for order, i in enumerate(open_):
-            filled[i] = min(filled[i] + each + (order < more), caps[i])
+            filled[i] = min(filled[i] + added + (order < more), caps[i])
     return filled
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, Positive, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, spread_evenly
 from dmc.policies.eviction import EvictionPolicy
-from dmc.policies.scores import check_pooling, pool_before
+from dmc.policies.scores import check_odd, pool_before
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class CAKE(EvictionPolicy):
     """Keep the window and, before it, the entries with the highest mean + gamma * variance of its attention.
 
@@ -25,20 +25,18 @@ class CAKE(EvictionPolicy):
     authors' code: layer budgets have an exact total, no layer falls below its budget, and neighbors are pooled in the
     order of their positions.
 
-    Raises:
-        ValueError: the window is empty, the kernel even, or a temperature not above 0.
     """
 
     budget: Budget
-    window: int = 32
+    window: Count = 32
     """Last queries that are observed, whose entries stay; at most half of the budget."""
-    kernel_size: int = 5
+    kernel_size: Count = 5
     """Size of the pooling kernel (mean), odd."""
     gamma: float = 200.0
     """Weight of the variance."""
-    tau1: float = 1.0
+    tau1: Positive = 1.0
     """Temperature of the entropy."""
-    tau2: float = 1.0
+    tau2: Positive = 1.0
     """Temperature of the variance."""
     cascading: bool = False
     """Whether each layer is compressed as soon as it is prefilled, and again as later layers follow."""
@@ -48,11 +46,7 @@ class CAKE(EvictionPolicy):
     adapts_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: expected a number of queries >= 1")
-        if not (self.tau1 > 0 and self.tau2 > 0):
-            raise ValueError(f"tau1={self.tau1}, tau2={self.tau2}: expected numbers > 0")
-        check_pooling(self.kernel_size, "avg")
+        check_odd(self.kernel_size)
 
     @property
     def recompresses(self) -> bool:  # type: ignore[override]
@@ -68,15 +62,18 @@ class CAKE(EvictionPolicy):
     def layer_weight(self, entries: Entries, limit: int) -> float:
         """H^(1/tau1) * V^(1/tau2), over all query heads."""
         rows, _ = self._before_window(entries, limit)
-        entropy = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64)
-        shift = variance(rows).sum(dtype=torch.float64)
-        return float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(shift) ** (1 / self.tau2)
+        entropies = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64)
+        shifts = variance(rows).sum(dtype=torch.float64)
+        entropy, shift = torch.stack((entropies.clamp_min(0), shifts)).tolist()  # one wait for both
+        return entropy ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the weights, beside the window; an exact total."""
         window = effective_window(self.window, limit)
         total, weight = (limit - window) * num_layers, math.fsum(weights)
-        shares = [int(total * each / weight) if weight > 0 else total // len(weights) for each in weights]
+        shares = [
+            int(total * layer_weight / weight) if weight > 0 else total // len(weights) for layer_weight in weights
+        ]
         return [window + share for share in spread_evenly(shares, total, tokens_seen - window)]
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

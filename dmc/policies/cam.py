@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dmc.config.settings import Count, checked_dataclass
 from dmc.policies.base import Entries, Rewrite
 from dmc.policies.h2o import H2O
 from dmc.policies.merging import Followers
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class CaM(H2O):
     """Evict as H2O does, and add an evicted value to the m entries kept right after it: v_j += M v_i / m.
 
     M is drawn with probability clamp(S_i / mean of S over those m entries, 0, 1), S the accumulated attention. Differs
     from kvpress: S counts the prompt's queries; and from the paper's code, which spreads values before it evicts.
-
-    Raises:
-        ValueError: `m` is below 1; see `H2O`.
     """
 
-    m: int = 32
+    m: Count = 32
     """Maximum number of entries that share an evicted value."""
     expectation: bool = False
     """Whether the value is scaled by the probability instead of being added by a draw."""
@@ -32,11 +29,6 @@ class CaM(H2O):
     """Seed of the draws, each of which depends on the token's position alone."""
 
     merges: ClassVar[bool] = True  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.m < 1:
-            raise ValueError(f"m={self.m}: expected a number of entries >= 1")
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Spread the values of evicted entries; see `EvictionPolicy.merge`."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class Random(EvictionPolicy):
     """Keep random entries of a prompt, drawn for each head."""
 
@@ -32,28 +31,21 @@ class Random(EvictionPolicy):
         return lots.to(entries.lengths.device)[None].gather(-1, entries.positions.clamp_min(0).long())
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class Marked(EvictionPolicy):
     """Keep the prompt tokens at given distances after a marker, and fill the budget with the last tokens.
 
     If more tokens are marked than the budget holds, the last of them stay. A subclass may mark by another rule.
-
-    Raises:
-        ValueError: an id or a distance is negative or no whole number.
     """
 
     budget: Budget
-    markers: Sequence[int] = ()
+    markers: tuple[NonNegative, ...] = ()
     """Token ids of the markers."""
-    behind: Sequence[int] = (2,)
+    behind: tuple[NonNegative, ...] = (2,)
     """Distances after a marker; 0 is the marker itself."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if any(type(each) is not int or each < 0 for each in [*self.markers, *self.behind]):
-            raise ValueError(f"markers={self.markers}, behind={self.behind}: expected token ids, and distances >= 0")
 
     @property
     def serves_compressed(self) -> bool:

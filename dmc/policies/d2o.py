@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget, rounded_down
+from dmc.config.settings import NonNegative, Share, checked_dataclass
 from dmc.policies.base import Entries, Rewrite, Sum
 from dmc.policies.budgets import in_proportion, warn_once
 from dmc.policies.eviction import EvictionPolicy
@@ -21,7 +21,7 @@ LEAST_SHARE, MOST_SHARE = 0.01, 1.0
 Allocation = Literal["variance", "reciprocal", "uniform", "exponential"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class D2O(EvictionPolicy):
     """Keep sinks, heavy hitters and recent entries; an evicted entry merges into the most similar one that stays.
 
@@ -31,15 +31,12 @@ class D2O(EvictionPolicy):
     within a layer, as in the authors' code (`scaled`); `allocation="exponential"` falls with depth alone, which is not
     the one of section 5.4. Differs from the code: a prompt is compressed when it ends, not after one more token;
     weights of a merge sum to 1; each KV head decides for itself; the total budget is met, no layer is left out.
-
-    Raises:
-        ValueError: an option is out of range or unknown.
     """
 
     budget: Budget
-    sinks: int = 4
+    sinks: NonNegative = 4
     """First tokens that stay; no more than S_l - 2."""
-    beta: float = 0.7
+    beta: Share = 0.7
     """Weight of the newest similarity in the threshold."""
     similarity: Literal["key", "value"] = "key"
     """States whose cosine similarity is computed."""
@@ -50,7 +47,7 @@ class D2O(EvictionPolicy):
     scaled: bool = True
     """Whether the variances of a layer's heads are scaled to [0, 1] before their mean is taken; False: eq. 4's F, whose
     softmax gives some layers nearly all and others the least of 1 %."""
-    heavy_to_recent: tuple[int, int] = (3, 1)
+    heavy_to_recent: tuple[NonNegative, NonNegative] = (3, 1)
     """Ratio N : M of heavy hitters to recent entries."""
 
     grows: ClassVar[bool] = False
@@ -61,21 +58,8 @@ class D2O(EvictionPolicy):
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
 
     def __post_init__(self) -> None:
-        heavy, recent = self.heavy_to_recent
-        if self.sinks < 0 or heavy < 0 or recent < 0 or heavy + recent == 0:
-            raise ValueError(
-                f"sinks={self.sinks}, heavy_to_recent={self.heavy_to_recent}: expected numbers >= 0, one ratio above 0"
-            )
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta={self.beta}: expected a weight from 0 to 1")
-        options = {
-            "similarity": ("key", "value"),
-            "merge_rule": ("weighted", "average"),
-            "allocation": ("variance", "reciprocal", "uniform", "exponential"),
-        }
-        for name, known in options.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+        if sum(self.heavy_to_recent) == 0:
+            raise ValueError(f"heavy_to_recent={self.heavy_to_recent}: expected one number above 0")
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
         """The threshold."""
@@ -125,11 +109,11 @@ class D2O(EvictionPolicy):
         similarity, target = most_similar(compared, leaving, entries.exists & ~leaving, entries.positions)
         self._move_threshold(entries.memory, source[0], similarity)
         merges = similarity >= entries.memory[source[0], 0]
-        sequence, head, slot = (each[merges] for each in source)
+        sequence, head, slot = (index[merges] for index in source)
         source, target, similarity = (sequence, head, slot), target[merges], similarity[merges]
         taken_in = torch.zeros_like(leaving).index_put_((sequence, head, target), torch.tensor(True))
         slots = entries.slots.expand_as(leaving).where(taken_in, -1)
-        key, value = (merge_into(each, source, target, similarity, self.merge_rule) for each in (keys, values))
+        key, value = (merge_into(states, source, target, similarity, self.merge_rule) for states in (keys, values))
         return Rewrite(slots, key, value)
 
     def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
-from dmc.policies.budgets import keep_pooled, keep_top, within
+from dmc.policies.budgets import keep_top, within
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 
 POWERS = {"mass": 1, "squares": 2}
@@ -137,16 +136,21 @@ class EvictionPolicy(CachePolicy):
         scores = self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf)
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
-    def keep_over_heads(self, entries: Entries, budget: int, share: float) -> Tensor:
-        """Choose by `observed` over all heads, bool [S, H, N]; each keeps its +inf, and `share` of its other budget."""
-        assert entries.observed is not None
-        window = int((entries.observed[0, 0] == torch.inf).sum())
-        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
-        return entries.by_slot(keep_pooled(scores, budget, window + math.floor(share * (budget - window))))
-
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
         """Change entries that stay before `leaving`, bool [S, H, N], are evicted; default: nothing changes."""
         return None
+
+
+@dataclass
+class PromptState:
+    """What a layer keeps of the queries of a prompt that has not ended."""
+
+    window: Tensor | None = None
+    """The last queries, [H_q, w, D]."""
+    received: Tensor | None = None
+    """Attention that entries received, [H, group, N]."""
+    gathered: Any = None
+    """Result of the policy's `gather`."""
 
 
 @dataclass
@@ -164,12 +168,6 @@ class Eviction(CacheAttention):
     The queries of a prompt see all of it. A sequence's layers are compressed one by one as they finish, unless the
     policy needs all of them first. The entries of a model with learned gates are slots, which are evicted only when a
     prompt ends: the window's queries then rank the slots.
-
-    Args:
-        cache: the engine's cache, with the policy's fields.
-        backend: kernel module.
-        policy: chooses the entries that stay.
-        rotary: RoPE tables, for rotating keys to other positions.
     """
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
@@ -177,10 +175,9 @@ class Eviction(CacheAttention):
         self.policy, self._rotary = policy, rotary
         self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
         self._has_positions = cache.layout.compression is None
-        self._window: dict[tuple[int, int], Tensor] = {}  # last queries of unfinished prompts, by layer and row
-        self._columns: dict[tuple[int, int], Tensor] = {}  # attention their entries received, likewise
-        self._gathered: dict[tuple[int, int], Any] = {}  # results of the policy's `gather`, likewise
+        self._prompts: dict[tuple[int, int], PromptState] = {}  # by layer and row
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of prompts that end in this pass, by row
+        self._lengths: dict[int, list[list[int]]] = {}  # what their layers and heads hold before it, by row
         self._longest, self._limits = 0, torch.zeros(0)  # of this pass's generated tokens: entries, and `_limits_of`
         self._metadata: dict[str, Tensor] = {}  # of this pass's tokens, the same in all layers
 
@@ -188,10 +185,10 @@ class Eviction(CacheAttention):
         """See `CacheAttention.attend`."""
         for row, phase in zip(batch.rows, batch.phases, strict=True):
             if Phase.FIRST in phase:
-                self._window.pop((layer_index, row), None)
-                self._columns.pop((layer_index, row), None)
-                self._gathered.pop((layer_index, row), None)
+                self._prompts[layer_index, row] = PromptState()
                 self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
+        if layer_index == 0 and (rows := [r for r, p in zip(batch.rows, batch.phases, strict=True) if Phase.LAST in p]):
+            self._lengths = dict(zip(rows, self.cache.lengths[:, rows].transpose(0, 1).tolist(), strict=True))
         seen = self.append(layer_index, batch, tokens)
         if self._has_positions:
             self._write_metadata(layer_index, batch, tokens.value)
@@ -210,8 +207,8 @@ class Eviction(CacheAttention):
                 self._look(layer_index, part, query[where], seen.slots[where], scaling)
         for row, tokens_seen, phase in zip(batch.rows, batch.ends, batch.phases, strict=True):
             if Phase.LAST in phase:
-                window = self._window.pop((layer_index, row), None)
-                self._end_prompt(layer_index, row, tokens_seen, window, scaling)
+                state = self._prompts.pop((layer_index, row))
+                self._end_prompt(layer_index, row, tokens_seen, state, scaling)
         return attended
 
     def _write_metadata(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
@@ -227,16 +224,16 @@ class Eviction(CacheAttention):
     def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, slots: Tensor, scaling: float) -> None:
         """Add the attention of a prompt's queries to the sums, and keep the last queries."""
         policy, layer = self.policy, self.cache.layer(layer_index)
-        if policy.window:
-            for row, span in zip(batch.rows, batch.spans, strict=True):
-                own, before = query[span].transpose(0, 1), self._window.get((layer_index, row))
-                window = own if before is None else torch.cat((before, own), dim=1)
-                self._window[layer_index, row] = window[:, -policy.window :].clone()
-        for row, span, begin in zip(batch.rows, batch.spans, batch.begins, strict=True) if policy.gathers else ():
-            cos, sin = self._rotary(torch.arange(begin, begin + span.stop - span.start, device=query.device)[None])
-            turned_back = rotate(query[None, span].transpose(1, 2).float() * scaling, cos, -sin)[0]
-            before = self._gathered.get((layer_index, row))
-            self._gathered[layer_index, row] = policy.gather(before, turned_back, begin)
+        states = [self._prompts.setdefault((layer_index, row), PromptState()) for row in batch.rows]
+        for state, span, begin in zip(states, batch.spans, batch.begins, strict=True):
+            if policy.window:
+                new = query[span].transpose(0, 1)
+                window = new if state.window is None else torch.cat((state.window, new), dim=1)
+                state.window = window[:, -policy.window :].clone()
+            if policy.gathers:
+                cos, sin = self._rotary(torch.arange(begin, begin + span.stop - span.start, device=query.device)[None])
+                unrotated = rotate(query[None, span].transpose(1, 2).float() * scaling, cos, -sin)[0]
+                state.gathered = policy.gather(state.gathered, unrotated, begin)
         if not self._powers:
             return
         columns, squares = self.backend.attention_received(query, layer, batch, slots, scaling)
@@ -245,10 +242,10 @@ class Eviction(CacheAttention):
         place = places(layer.block_tables[batch.row_index], every, layer.block_size)
         for name in self._powers:  # 0 beyond the length, wherever that leads
             layer.entry_metadata[name].view(-1).index_put_((place,), received[name], accumulate=True)
-        if policy.needs_prompt_attention:
-            for row, own in zip(batch.rows, columns, strict=True):
-                before = self._columns.get((layer_index, row), own[..., :0])
-                self._columns[layer_index, row] = own + pad(before, (0, own.shape[-1] - before.shape[-1]))
+        for state, new in zip(states, columns, strict=True) if policy.needs_prompt_attention else ():
+            if state.received is not None:
+                new = new + pad(state.received, (0, new.shape[-1] - state.received.shape[-1]))
+            state.received = new
 
     def _decode(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
         """Attend from one generated token of each sequence, and evict at most one entry of each head."""
@@ -278,25 +275,25 @@ class Eviction(CacheAttention):
         limits = [self.policy.budget.entries(end) for end in batch.ends]
         return torch.tensor(limits, device=batch.row_index.device).expand(self.cache.layout.num_layers, -1)
 
-    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, state: PromptState, scaling: float) -> None:
         """Compress a layer whose prompt has ended, together with earlier ones if the policy weights layers."""
         policy, num_layers = self.policy, self.cache.layout.num_layers
         limit = self._set_limit(layer_index, row, tokens_seen)
         if tokens_seen <= limit:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
-        length = int(layer.lengths[row].max())
+        length = self._length(layer_index, row, tokens_seen)
         if length == 0:  # delayed gates hold back all tokens
             return
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
-        if window is not None:
+        if (window := state.window) is not None:
             slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
-            (entries.window_attention,) = attention_probabilities(window[None], layer, rows, slots, scaling)
+            (entries.window_attention,) = attention_probabilities(window[None], layer, rows, slots, scaling, length)
             entries.last_attention = entries.window_attention[..., -1, :].mean(2)
         seen = self._seen[row]
-        if (columns := self._columns.pop((layer_index, row), None)) is not None:
-            entries.prompt_attention = columns[None, ..., :length]  # as wide as the pass's longest prompt
-        entries.gathered = self._gathered.pop((layer_index, row), None)
+        if state.received is not None:
+            entries.prompt_attention = state.received[None, ..., :length]  # as wide as the pass's longest prompt
+        entries.gathered, entries.limit = state.gathered, limit
         entries.observed = policy.observe(entries, limit)
         seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
         self._remember(entries, rows)
@@ -307,10 +304,12 @@ class Eviction(CacheAttention):
                 budgets = within(budgets, held)  # equal budgets do not compensate for layers that gates left small
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
-            budgets = policy.layer_budgets([each.weight for each in seen], limit, num_layers, tokens_seen)
+            budgets = policy.layer_budgets([layer.weight for layer in seen], limit, num_layers, tokens_seen)
             for index, budget in enumerate(within(budgets, held[: len(seen)])):
-                num_entries = int(self.cache.lengths[index, row].max())
-                self._compress(self._entries(index, rows, entries.tokens_seen, num_entries), rows, budget, seen[index])
+                num_entries = self._length(index, row, tokens_seen)
+                earlier = self._entries(index, rows, entries.tokens_seen, num_entries)
+                earlier.limit = limit
+                self._compress(earlier, rows, budget, seen[index])
         if layer_index == num_layers - 1:
             del self._seen[row]
 
@@ -320,25 +319,35 @@ class Eviction(CacheAttention):
             self.cache.fields[name][layer_index, row] = limit
         return limit
 
+    def _length(self, layer_index: int, row: int, tokens_seen: int) -> int:
+        """Return the entries of a layer's longest head; without a wait, unless gates or earlier layers decide."""
+        if self._has_positions and (not self.policy.recompresses or layer_index == len(self._seen[row])):
+            return max(self._lengths[row][layer_index]) + tokens_seen - int(self.cache.tokens_seen[row])
+        return int(self.cache.lengths[layer_index, row].max())
+
     def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
         """Return each layer's mean entries per head, rounded up; an upper bound for layers yet to append."""
-        held = -(-self.cache.lengths[:, row].sum(-1) // self.cache.layout.num_kv_heads)
-        held[layer_index + 1 :] += tokens_seen - int(self.cache.tokens_seen[row])  # not appended yet
+        num_heads, num_new = self.cache.layout.num_kv_heads, tokens_seen - int(self.cache.tokens_seen[row])
+        if self._has_positions and not self.policy.recompresses:
+            return [-(-sum(heads) // num_heads) + num_new for heads in self._lengths[row]]
+        held = -(-self.cache.lengths[:, row].sum(-1) // num_heads)
+        held[layer_index + 1 :] += num_new  # not appended yet
         counts: list[int] = held.tolist()
         return counts
 
     def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
         """Compress a layer of one sequence to its budget."""
         self.cache.fields["limits"][entries.layer_index, rows] = budget
-        entries.observed = seen.observed
-        keep = self.policy.keep(entries, budget) & entries.exists
-        if bool((keep == entries.exists).all()):
+        if budget >= entries.num_entries:
             return
+        entries.observed = None if seen.observed is None else seen.observed[..., : entries.num_entries]
+        keep = self.policy.keep(entries, budget) & entries.exists
         if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are NaN
             self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
         self._remember(entries, rows)
-        if seen.observed is not None:
-            seen.observed = compacted(seen.observed, keep)
+        if entries.observed is not None and self.policy.recompresses:
+            moved = (~keep).byte().argsort(dim=-1, stable=True)  # as `compact` moves entries
+            seen.observed = entries.observed.masked_fill(~keep, -torch.inf).gather(-1, moved)
         self.backend.compact(self.cache.layer(entries.layer_index), rows, keep)
 
     def _remember(self, entries: Entries, rows: Tensor) -> None:
@@ -389,11 +398,3 @@ class Eviction(CacheAttention):
             rotate=turn,
             nth_newest=self.backend.nth_newest,
         )
-
-
-def compacted(states: Tensor, keep: Tensor) -> Tensor:
-    """Move the kept elements of [S, H, N] to the front of each head, and fill the rest with -inf."""
-    moved = torch.full_like(states, -torch.inf)
-    sequence, head, _ = keep.nonzero(as_tuple=True)
-    moved[sequence, head, (keep.cumsum(-1) - 1)[keep]] = states[keep]
-    return moved[..., : int(keep.sum(-1).max())]

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, NonNegative, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
+from dmc.policies.scores import keep_over_heads
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Moments:
     deviations: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(EvictionPolicy):
     """Keep the entries with the highest expected contribution to the output, over all heads of a layer (AdaKV).
 
@@ -32,32 +35,23 @@ class ExpectedAttention(EvictionPolicy):
         (softmax_i(k_i^T R mu / sqrt(d) + k_i^T R S R^T k_i / 2d) + epsilon) * ||v_i||_2
 
     with the mean over the group before the norm. Differs from the paper, as its code does: the norm is of v, not W_o v.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     budget: Budget
-    sinks: int = 4
+    sinks: NonNegative = 4
     """First entries, which always stay; their queries are left out of the moments."""
-    future: int = 512
+    future: Count = 512
     """Number of positions after the prompt over which rotations are averaged."""
-    epsilon: float = 0.01
+    epsilon: NonNegativeFloat = 0.01
     """Added to the expected attention, so that entries with hardly any are ranked by their values."""
     covariance: bool = True
     """Whether the score includes the queries' covariance beside their mean."""
-    alpha_f: float = 0.2
+    alpha_f: Share = 0.2
     """Share of its equal budget that every head keeps."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     gathers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.future < 1:
-            raise ValueError(f"sinks={self.sinks}, future={self.future}: expected tokens >= 0, and positions >= 1")
-        if not self.epsilon >= 0 or not 0 <= self.alpha_f <= 1:
-            raise ValueError(f"epsilon={self.epsilon}, alpha_f={self.alpha_f}: expected a number >= 0, a share 0 to 1")
 
     @property
     def serves_compressed(self) -> bool:
@@ -98,4 +92,4 @@ class ExpectedAttention(EvictionPolicy):
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose over all heads; see `EvictionPolicy.keep`."""
-        return self.keep_over_heads(entries, budget, self.alpha_f)
+        return keep_over_heads(entries, budget, self.alpha_f, min(self.sinks, entries.limit))

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Sum
 from dmc.policies.eviction import EvictionPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class H2O(EvictionPolicy):
     """Keep half of the budget for the last entries, half for those with the most accumulated attention.
 
     Differs from the authors' code: one set for each KV head (attention averaged over its group), where they store keys
     and values for every query head; the recent half grows with the budget.
-
-    Raises:
-        ValueError: `recent` is negative.
     """
 
     budget: Budget
-    recent: int | None = None
+    recent: NonNegative | None = None
     """Number of last entries that stay; None: half of the budget, rounded up."""
     normalise: bool = False
     """Whether accumulated attention is divided by the number of queries that saw the entry."""
@@ -34,10 +31,6 @@ class H2O(EvictionPolicy):
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass",)
     needs_last_attention: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.recent is not None and self.recent < 0:
-            raise ValueError(f"recent={self.recent}: expected a number of entries >= 0, or None for half of the budget")
 
     @property
     def evicts_decoding(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.compression import rotate
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -19,7 +19,7 @@ from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, top_positions
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class InfLLM(ReadingPolicy):
     """Read the first tokens, the blocks that are most relevant to a chunk of queries, and a local window.
 
@@ -31,30 +31,22 @@ class InfLLM(ReadingPolicy):
     Differs from the authors' code: representatives are chosen for each KV head, not for every query head, and short
     contexts are exact, where theirs puts every token beyond the window at one distance. Their setting of 32 blocks is
     a budget of 128 + 4096 + 32 * 128 = 8320 tokens.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     budget: Budget
     """Entries that are read: first tokens, window, and whole blocks, at least one; a ratio is of the prompt."""
-    block_size: int = 128
+    block_size: Count = 128
     """Tokens of a block."""
-    representatives: int = 4
+    representatives: Count = 4
     """Tokens whose mean key represents a block: those with the most attention from the queries around them."""
-    initial: int = 128
+    initial: NonNegative = 128
     """First tokens, which are always read."""
-    local: int = 4096
+    local: Count = 4096
     """Tokens of the window, the newest included."""
-    chunk: int = 512
+    chunk: Count = 512
     """Number of a prompt's queries that read the same blocks."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "representatives", "local", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number >= 1")
-        if self.initial < 0:
-            raise ValueError(f"initial={self.initial}: expected a number of tokens >= 0")
         if self.representatives > self.block_size:
             raise ValueError(f"representatives={self.representatives}: expected at most block_size={self.block_size}")
 
@@ -119,10 +111,10 @@ class InfLLMAttention(CacheAttention):
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if not part.is_prompt:
                 return self._attend_chunk(layer_index, part, query[where], scaling)
-            own, size = query[where], self.policy.chunk
+            part_query, size = query[where], self.policy.chunk
             return torch.cat(
                 [
-                    self._attend_chunk(layer_index, one.cut(first, end), own[span][first:end], scaling)
+                    self._attend_chunk(layer_index, one.cut(first, end), part_query[span][first:end], scaling)
                     for i, span in enumerate(part.spans)
                     for one in (part.part([i])[0],)
                     for first, end in ((at, min(at + size, one.most_new)) for at in range(0, one.most_new, size))
@@ -151,7 +143,10 @@ class InfLLMAttention(CacheAttention):
             )
             return torch.cat(parts)
         attended = torch.empty_like(query)
-        for members in ([i for i, each in enumerate(exact) if each], [i for i, each in enumerate(exact) if not each]):
+        for members in (
+            [i for i, count in enumerate(exact) if count],
+            [i for i, count in enumerate(exact) if not count],
+        ):
             part, where = batch.part(members)
             attended[where] = self._attend_chunk(layer_index, part, query[where], scaling)
         return attended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -19,11 +20,11 @@ from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.policies.base import Sum
 from dmc.policies.budgets import keep_top
-from dmc.policies.eviction import Eviction, EvictionPolicy
+from dmc.policies.eviction import Eviction, EvictionPolicy, PromptState
 from dmc.policies.layer_attention import Cache, RotaryTables
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class KVzip(EvictionPolicy):
     """Keep the entries with the highest scores of the whole model, independent of later questions.
 
@@ -36,30 +37,21 @@ class KVzip(EvictionPolicy):
     This costs 2 to 3 times the prompt's own pass, and nothing but the scores stays in the cache. Differs from the
     authors' code: one instruction leads every chunk, and there is none without a tokenizer. A later turn repeats the
     tokens since the last repetition; entries from before keep their scores.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     budget: Budget
-    sinks: int = 4
+    sinks: NonNegative = 4
     """First tokens that stay."""
-    chunk: int = 2048
+    chunk: Count = 2048
     """Number of tokens that are repeated together."""
-    lead: int = 8
+    lead: NonNegative = 8
     """Tokens before a chunk that announce it."""
-    instruction: str | Sequence[int] = "\n\nRepeat the previous context exactly."
+    instruction: str | tuple[NonNegative, ...] = "\n\nRepeat the previous context exactly."
     """Text, or token ids, before each repetition."""
 
     evicts_decoding: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     sums: ClassVar[tuple[Sum, ...]] = ("score",)
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.lead < 0 or self.chunk < 1:
-            raise ValueError(
-                f"sinks={self.sinks}, lead={self.lead}, chunk={self.chunk}: expected tokens >= 0, and >= 1 in a chunk"
-            )
 
     @property
     def serves_compressed(self) -> bool:
@@ -70,7 +62,7 @@ class KVzip(EvictionPolicy):
         """See `CachePolicy`; also the number of tokens whose entries have a score."""
         return (*super().fields(layout), Field("scored", torch.int32, "row"))
 
-    def worded(self, tokenizer: Any) -> KVzip:
+    def tokenized(self, tokenizer: Any) -> KVzip:
         """See `CachePolicy`."""
         if not isinstance(self.instruction, str):
             return self
@@ -93,7 +85,7 @@ class Reconstruction(Eviction):
             self._ended: list[tuple[int, int, int]] = []  # row, tokens and limit of the prompts that end in this pass
         return super().attend(layer_index, batch, query, tokens, scaling)
 
-    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, window: Tensor | None, scaling: float) -> None:
+    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, state: PromptState, scaling: float) -> None:
         limit = self._set_limit(layer_index, row, tokens_seen)
         if layer_index == 0 and tokens_seen > limit:
             self._ended.append((row, tokens_seen, limit))
@@ -110,10 +102,12 @@ class Reconstruction(Eviction):
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
             scored[:, row] = num_tokens
             scores = [self._scores(layer, rows) for layer in layers]
-            keep = keep_top(torch.cat([each.flatten() for each in scores]), limit * cache.lengths[:, row].numel())
-            counts = [each.numel() for each in scores]
-            for layer, kept, own in zip(layers, keep.split(counts), scores, strict=True):
-                self.backend.compact(layer, rows, kept.view_as(own))
+            keep = keep_top(
+                torch.cat([of_layer.flatten() for of_layer in scores]), limit * cache.lengths[:, row].numel()
+            )
+            counts = [of_layer.numel() for of_layer in scores]
+            for layer, kept, of_layer in zip(layers, keep.split(counts), scores, strict=True):
+                self.backend.compact(layer, rows, kept.view_as(of_layer))
 
     def _scores(self, layer: LayerCache, rows: Tensor) -> Tensor:
         """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dmc.budget import rounded_down
+from dmc.config.settings import Ratio, Share, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window, in_proportion, pyramid
-from dmc.policies.scores import pool_before
+from dmc.policies.scores import keep_over_heads, pool_before
 from dmc.policies.snapkv import SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class LAVa(SnapKV):
     """Keep the entries of a layer with the highest s_h[i] = max_k ||V_h[k]||_1 * mean_j A_h^j[i], pooled.
 
@@ -25,30 +25,16 @@ class LAVa(SnapKV):
     Differs from the paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7
     divides by H N; the shares are the same while all layers have equally many entries. Differs from the code: budget
     that a layer cannot use goes to the others, and no head has a floor unless `floor` is set.
-
-    Raises:
-        ValueError: a budget rule is unknown, `floor` is not in [0, 1]; see `SnapKV`.
     """
 
     layer_budget: Literal["entropy", "uniform", "pyramid"] = "entropy"
     """How layers share the budget; uniform is the paper's ablation "-layer"."""
     head_budget: Literal["pooled", "equal"] = "pooled"
     """Whether the heads of a layer compete for its budget; equal is the paper's ablation "-head"."""
-    beta: float = 20.0
+    beta: Ratio = 20.0
     """See `PyramidKV`; for `layer_budget="pyramid"`."""
-    floor: float = 0.0
+    floor: Share = 0.0
     """Share of its equal budget that every head keeps, as in AdaKV."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layer_budget not in ("entropy", "uniform", "pyramid"):
-            raise ValueError(f"layer_budget={self.layer_budget!r}: expected 'entropy', 'uniform' or 'pyramid'")
-        if self.head_budget not in ("pooled", "equal"):
-            raise ValueError(f"head_budget={self.head_budget!r}: expected 'pooled' or 'equal'")
-        if not self.beta >= 1:
-            raise ValueError(f"beta={self.beta}: expected a number >= 1")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: expected a share from 0 to 1")
 
     @property
     def adapts_layers(self) -> bool:  # type: ignore[override]
@@ -66,17 +52,20 @@ class LAVa(SnapKV):
         window = effective_window(self.window, limit)
         norms = entries.read_values().float().abs().sum(-1).masked_fill(~entries.exists, 0.0)
         scores = entries.window_attention[..., -window:, :].mean(3) * norms.amax(-1)[..., None, None]
-        pooled = [pool_before(entries, each, window, self.kernel_size, self.pooling) for each in scores.unbind(2)]
+        pooled = [
+            pool_before(entries, of_member, window, self.kernel_size, self.pooling) for of_member in scores.unbind(2)
+        ]
         return torch.stack(pooled).amax(0)
 
     def layer_weight(self, entries: Entries, limit: int) -> float:
         """Entropy of the layer's scores as one distribution, over its maximum; 0 if no score is above 0."""
         assert entries.observed is not None
-        scores = entries.observed[entries.exists & (entries.observed < torch.inf)].double()
-        if not scores.any():
-            return 0.0
+        outside_window = entries.exists & (entries.observed < torch.inf)
+        scores = entries.observed.double().where(outside_window, 0.0)
         share = scores / scores.sum()
-        return float(-torch.xlogy(share, share).sum()) / max(math.log(len(scores)), 1e-9)
+        numbers = torch.stack((-torch.xlogy(share, share).sum(), scores.sum(), outside_window.sum().double()))
+        entropy, total, count = numbers.tolist()  # one wait for all three
+        return 0.0 if total == 0 else entropy / max(math.log(count), 1e-9)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the entropies, beside the window."""
@@ -94,4 +83,4 @@ class LAVa(SnapKV):
         """Choose over all heads, or in each; see `EvictionPolicy.keep`."""
         if self.head_budget == "equal":
             return super().keep(entries, budget)
-        return self.keep_over_heads(entries, budget, self.floor)
+        return keep_over_heads(entries, budget, self.floor, effective_window(self.window, entries.limit))

@@ -57,11 +57,13 @@ def merge_into(
     Returns:
         Float32 [S, H, N, D].
     """
-    own = 1.0 if rule == "average" else torch.e
+    target_weight = 1.0 if rule == "average" else torch.e
     weight = torch.ones_like(similarity) if rule == "average" else similarity.exp()
     place = source[0], source[1], target
-    total = torch.full(states.shape[:3], own, device=states.device).index_put_(place, weight, accumulate=True)
-    merged = (own * states.float()).index_put_(place, weight[:, None] * states[source].float(), accumulate=True)
+    total = torch.full(states.shape[:3], target_weight, device=states.device).index_put_(place, weight, accumulate=True)
+    merged = (target_weight * states.float()).index_put_(
+        place, weight[:, None] * states[source].float(), accumulate=True
+    )
     return merged / total[..., None]
 
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from dmc.config.settings import Count, Ratio, checked_dataclass
 from dmc.policies.budgets import Decay, effective_window, pyramid, stepped_down
 from dmc.policies.snapkv import SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
     """Keep SnapKV's entries, most in the first layer and fewest in the last, k^l = k^0 - l (k^0 - k^(m-1)) / (m - 1).
 
     Differs from the authors' code: budgets are rounded so that their total is exact (`official_floor` rounds as they
     do, and holds more than its nominal size), and uniform where the pyramid would not fit.
-
-    Raises:
-        ValueError: `beta` is below 1, the decay is unknown; see `SnapKV`.
     """
 
-    window: int = 8
+    window: Count = 8
     """Last queries that are observed, whose tokens stay ("alpha" in the paper); at most half of the budget."""
-    beta: float = 20.0
+    beta: Ratio = 20.0
     """The last layer gets average / beta beside the window; 1 is SnapKV."""
     decay: Decay = "linear"
     """How budgets fall from the first layer to the last: see `dmc.policies.budgets.pyramid`."""
     official_floor: bool = False
     """Whether the step from layer to layer is rounded down, as in the authors' code."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.beta >= 1:
-            raise ValueError(f"beta={self.beta}: expected a number >= 1")
-        if self.decay not in ("linear", "geometric", "exponential"):
-            raise ValueError(f"decay={self.decay!r} is unknown: expected 'linear', 'geometric' or 'exponential'")
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """The pyramid beside the window."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
@@ -17,7 +17,7 @@ from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class Quest(ReadingPolicy):
     """Bound the scores of every page of keys by their elementwise minimum and maximum; read the most promising pages.
 
@@ -25,23 +25,14 @@ class Quest(ReadingPolicy):
 
     Differs from the authors' code: one choice for each KV head, by the sum over its group, where they choose for every
     query head.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     budget: Budget
     """Entries that are read, in whole pages, at least one; a ratio is of the prompt."""
-    page_size: int = 16
+    page_size: Count = 16
     """Entries of a page, a divisor of the engine's `block_size`."""
-    dense_layers: int = 2
+    dense_layers: NonNegative = 2
     """Number of first layers, which read everything."""
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"page_size={self.page_size}: expected a number of entries >= 1, such as 16")
-        if self.dense_layers < 0:
-            raise ValueError(f"dense_layers={self.dense_layers}: expected a number of layers >= 0")
 
     def fitted(self, num_layers: int, block_size: int) -> Quest:
         """See `CachePolicy.fitted`."""
@@ -106,7 +97,7 @@ class QuestAttention(CacheAttention):
 
     def _pages_read(self, batch: ForwardBatch) -> list[int] | None:
         """Return the number of pages that each sequence reads; None: all of theirs."""
-        reads = [self.policy.num_pages(*each) for each in zip(batch.ends, batch.prompt_ends, strict=True)]
+        reads = [self.policy.num_pages(*lengths) for lengths in zip(batch.ends, batch.prompt_ends, strict=True)]
         has = [begin // self.policy.page_size + 1 for begin in batch.begins]
         return None if reads == has else reads
 

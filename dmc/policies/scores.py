@@ -1,27 +1,23 @@
-"""Pooling of scores over neighboring entries."""
+"""Pooling of scores over neighboring entries, and the choice of the highest over the heads of a layer."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dmc.policies.base import Entries
+from dmc.policies.budgets import keep_pooled
 
 Pooling = Literal["max", "avg"]
 
 
-def check_pooling(kernel_size: int, pooling: str) -> None:
-    """Refuse a pooling that cannot be centered on an entry.
-
-    Raises:
-        ValueError: the kernel is even or below 1, or the pooling is unknown.
-    """
-    if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size={kernel_size!r}: expected an odd number >= 1, such as 7")
-    if pooling not in ("max", "avg"):
-        raise ValueError(f"pooling={pooling!r} is unknown: expected 'max' or 'avg'")
+def check_odd(kernel_size: int) -> None:
+    """Refuse a pooling that cannot be centered on an entry."""
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size={kernel_size}: expected an odd number, such as 7")
 
 
 def pool(scores: Tensor, kernel_size: int, pooling: Pooling) -> Tensor:
@@ -58,3 +54,17 @@ def pool_before(entries: Entries, scores: Tensor, window: int | Tensor, kernel_s
     nothing = -torch.inf if pooling == "max" else 0.0
     scores = entries.in_order(scores.masked_fill(last | ~entries.exists, nothing))
     return entries.by_slot(pool(scores, kernel_size, pooling)).masked_fill(last, torch.inf)
+
+
+def keep_over_heads(entries: Entries, budget: int, share: float, num_safe: int) -> Tensor:
+    """Choose by `Entries.observed` over all heads (AdaKV), bool [S, H, N].
+
+    Args:
+        entries: entries of one layer.
+        budget: entries per head that stay, on average.
+        share: share of its budget beside `num_safe` that every head keeps.
+        num_safe: entries of a head that are at +inf.
+    """
+    assert entries.observed is not None
+    scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
+    return entries.by_slot(keep_pooled(scores, budget, num_safe + math.floor(share * (budget - num_safe))))

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import Count, checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.budgets import effective_window
 from dmc.policies.eviction import EvictionPolicy
-from dmc.policies.scores import Pooling, check_pooling, pool_before
+from dmc.policies.scores import Pooling, check_odd, pool_before
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class SnapKV(EvictionPolicy):
     """Keep the prompt's last `window` tokens and the entries they attend to most; evict nothing while generating.
 
     Differs from the authors' code: one set for each KV head, by the mean over its group taken before pooling.
-
-    Raises:
-        ValueError: the window is empty, or the pooling kernel is even or unknown.
     """
 
     budget: Budget
-    window: int = 32
+    window: Count = 32
     """Number of last queries that are observed, whose tokens stay; at most half of the budget."""
-    kernel_size: int = 7
+    kernel_size: Count = 7
     """Size of the pooling kernel, odd."""
     pooling: Pooling = "max"
     """Pooling over the neighborhood: max or avg."""
@@ -36,9 +33,7 @@ class SnapKV(EvictionPolicy):
     grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: expected a number of queries >= 1")
-        check_pooling(self.kernel_size, self.pooling)
+        check_odd(self.kernel_size)
 
     def observe(self, entries: Entries, limit: int) -> Tensor:
         """Mean attention of the window, pooled over neighbors; +inf for the window itself."""

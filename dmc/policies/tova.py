@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import checked_dataclass
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class TOVA(EvictionPolicy):
     """Keep the entries that the newest query attends to most; the newest entry itself may be evicted.
 

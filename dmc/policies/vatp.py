@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Sum
 from dmc.policies.budgets import warn_once
 from dmc.policies.h2o import H2O
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class VATP(H2O):
     """Rank H2O's heavy hitters by accumulated attention times the L1 norm of the entry's value.
 
     The first tokens always stay, within the heavy half: their values are tiny.
-
-    Raises:
-        ValueError: `sinks` is negative; see `H2O`.
     """
 
-    sinks: int = 4
+    sinks: NonNegative = 4
     """Number of first entries that stay; at most the heavy half."""
 
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "value_norm")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: expected a number of tokens >= 0")
 
     def base_scores(self, entries: Entries) -> Tensor:
         """S_j * ||v_j||_1."""

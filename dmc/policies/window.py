@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.policies.base import Entries, Rewrite
 from dmc.policies.budgets import warn_once
 from dmc.policies.eviction import EvictionPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class LocalWindow(EvictionPolicy):
     """Keep the last entries."""
 
@@ -24,25 +23,18 @@ class LocalWindow(EvictionPolicy):
         return entries.positions.float()
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class StreamingLLM(LocalWindow):
     """Keep the first entries (attention sinks) and the last ones.
 
     Differs from the authors' code: tokens keep their own positions, unless `rerotate` moves the sinks right before the
     last ones, so that distances are those inside the cache.
-
-    Raises:
-        ValueError: `sinks` is negative.
     """
 
-    sinks: int = 4
+    sinks: NonNegative = 4
     """Number of first entries that stay; fewer if the budget leaves no recent entry beside them."""
     rerotate: bool = False
     """Whether a generated token sees the sinks at the positions right before the last entries, as in the paper."""
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: expected a number of tokens >= 0")
 
     @property
     def merges(self) -> bool:  # type: ignore[override]

@@ -125,7 +125,7 @@ class Engine:
         if token_budget is not None:
             token_budget = whole_number("token_budget", token_budget, also=", or None")
         if policy is not None:
-            policy = fit_policy(model, policy, block_size, prefill_chunk_size).worded(tokenizer)
+            policy = fit_policy(model, policy, block_size, prefill_chunk_size).tokenized(tokenizer)
             policy = None if policy.budget.ratio == 1 else policy
         if policy is not None:
             policy.check_dtype(kv_cache_dtype)

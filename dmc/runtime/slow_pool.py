@@ -81,7 +81,7 @@ class SlowPool:
         num_layers: layers of the model.
         max_sequences: number of rows.
         block_size: tokens of a block.
-        lane: copies to and from the device.
+        copy_stream: copies to and from the device.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SlowPool:
         num_layers: int,
         max_sequences: int,
         block_size: int,
-        lane: CopyStream,
+        copy_stream: CopyStream,
     ) -> None:
         self.tokens = torch.zeros(num_layers, max_sequences, dtype=torch.long)
         """Number of first tokens of each sequence that are here, [L, C]."""
@@ -100,7 +100,7 @@ class SlowPool:
         """Number of slots in pages for those of them that are read, [L, C]."""
         self.entry_bytes = math.prod(entry_shape) * dtype.itemsize
         """Bytes of one token of one layer."""
-        self._lane, self._block_size = lane, block_size
+        self._copy_stream, self._block_size = copy_stream, block_size
         self._place = {layer: (run, i) for run, layers in runs.items() for i, layer in enumerate(layers)}
         num_slots = FIRST_BLOCKS * block_size
         self._packed = {
@@ -108,7 +108,7 @@ class SlowPool:
         }
         self._allocator = BlockAllocator(FIRST_BLOCKS)
         self._tables: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(max_sequences)]
-        self._coming: list[tuple[PendingCopy, int, Tensor]] = []  # unfinished copies to the host, with layer and slots
+        self._pending: list[tuple[PendingCopy, int, Tensor]] = []  # unfinished copies to the host, with layer and slots
 
     @property
     def num_blocks(self) -> int:
@@ -145,14 +145,16 @@ class SlowPool:
                 self._grow(missing)
             self._tables[row] = torch.cat((self._tables[row], self._allocator.allocate(missing).long()))
         packed = torch.stack((key, value), dim=2).transpose(0, 1).contiguous()  # [n, H, 2, D]
-        self._coming.append((self._lane.to_host(packed), layer_index, self._slots(row, torch.arange(begin, end))))
+        self._pending.append(
+            (self._copy_stream.to_host(packed), layer_index, self._slots(row, torch.arange(begin, end)))
+        )
 
     def read(self, layer_index: int, row: int, end: int) -> tuple[Tensor, Tensor]:
         """Copy a layer's keys and values of the first `end` tokens to the device, [H, end, D] each."""
         self._settle()
         run, place = self._place[layer_index]
         packed = self._packed[run][self._slots(row, torch.arange(end)), place]
-        states = self._lane.to_device(packed).on_device()
+        states = self._copy_stream.to_device(packed).on_device()
         return states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
 
     def fetch(self, run: int, rows: list[int], positions: list[Tensor]) -> PendingCopy:
@@ -162,20 +164,20 @@ class SlowPool:
             [tokens of all rows, layers, H, 2, D].
         """
         self._settle()
-        slots = torch.cat([self._slots(row, each) for row, each in zip(rows, positions, strict=True)])
+        slots = torch.cat([self._slots(row, tokens) for row, tokens in zip(rows, positions, strict=True)])
         held = self._packed[run]
-        packed = self._lane.empty_on_host((len(slots), *held.shape[1:]), held.dtype)
-        return self._lane.to_device(torch.index_select(held, 0, slots, out=packed))
+        packed = self._copy_stream.empty_on_host((len(slots), *held.shape[1:]), held.dtype)
+        return self._copy_stream.to_device(torch.index_select(held, 0, slots, out=packed))
 
     def _slots(self, row: int, positions: Tensor) -> Tensor:
         return self._tables[row][positions // self._block_size] * self._block_size + positions % self._block_size
 
     def _settle(self) -> None:
         """Write finished copies into the pool."""
-        for arrival, layer_index, slots in self._coming:
+        for copy, layer_index, slots in self._pending:
             run, place = self._place[layer_index]
-            self._packed[run][slots, place] = arrival.on_host()
-        self._coming.clear()
+            self._packed[run][slots, place] = copy.on_host()
+        self._pending.clear()
 
     def _grow(self, missing: int) -> None:
         total = max(2 * self._allocator.num_blocks, self._allocator.num_blocks + missing)

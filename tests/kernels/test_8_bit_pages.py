@@ -143,6 +143,6 @@ def test_compiled_code_takes_no_8_bit_pages_without_their_factors():
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.5), (torch.float32, 0.25)], ids=str)
 def test_an_entry_takes_half_of_bfloat16_and_a_quarter_of_float32(dtype, share):
     layout = CacheLayout(2, 2, 128, dtype, torch.device("cpu"))
-    whole, small = (layout.stored_as(each).entry_bytes for each in ("auto", "int8"))
-    assert small == 2 * (128 + 4) and small / whole == pytest.approx(share, rel=0.04)
+    full, small = (layout.stored_as(each).entry_bytes for each in ("auto", "int8"))
+    assert small == 2 * (128 + 4) and small / full == pytest.approx(share, rel=0.04)
     assert layout.stored_as("int8").block_bytes(16) == 16 * small

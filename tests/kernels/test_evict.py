@@ -18,7 +18,7 @@ from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 
 LENGTHS = [[0, 1], [15, 16], [17, 80]]
-HEAD_DIM, BLOCK, STEPS = 32, 16, 60
+HEAD_DIM, BLOCK, STEPS = 32, 16, 36
 SUMS, POWERS = ["mass", "squares", "value_norm"], {"mass": 1, "squares": 2}
 
 
@@ -201,7 +201,7 @@ def test_metadata_of_many_tokens_go_to_the_blocks_they_are_in(backend: ModuleTyp
 def test_what_always_goes_leaves_what_never_does(backend: ModuleType, slot: str) -> None:
     simulation = Simulation(backend, torch.float32)
     before = [[[entry.position for entry in head.entries] for head in row] for row in simulation.heads]
-    for _ in range(20):
+    for _ in range(4):
         simulation.append([0, 1, 2])
         slots = [
             [{"first": 0, "last": len(head.entries) - 1, "none": -1}[slot] for head in row] for row in simulation.heads
@@ -210,8 +210,8 @@ def test_what_always_goes_leaves_what_never_does(backend: ModuleType, slot: str)
     simulation.check()
     for row in range(3):
         for head, old in enumerate(before[row]):
-            new = list(range(80, 100))
-            kept = {"first": [99, *old[1:]] if old else [], "last": old, "none": old + new}[slot]
+            new = list(range(80, 84))
+            kept = {"first": [83, *old[1:]] if old else [], "last": old, "none": old + new}[slot]
             assert [entry.position for entry in simulation.heads[row][head].entries] == kept
 
 
@@ -263,14 +263,14 @@ def test_the_lowest_are_found_in_scores_that_heads_or_sequences_share(backend: M
 
 def test_the_nth_newest_position_is_that_of_a_sorted_list(backend: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
-    positions = torch.full((4, 3, 50), -1, dtype=torch.int32)
-    held = [[torch.randperm(2000, generator=generator)[:length].tolist() for length in (1, 17, 50)] for _ in range(4)]
-    for sequence in range(4):
+    positions = torch.full((2, 3, 50), -1, dtype=torch.int32)
+    held = [[torch.randperm(2000, generator=generator)[:length].tolist() for length in (1, 17, 50)] for _ in range(2)]
+    for sequence in range(2):
         for head in range(3):
             positions[sequence, head, : len(held[sequence][head])] = torch.tensor(held[sequence][head])
-    for count in (-3, 0, 1, 2, 16, 17, 18, 50, 51):
-        found = backend.nth_newest(positions, torch.full((4, 3), count))
-        for sequence in range(4):
+    for count in (-3, 0, 1, 16, 17, 51):
+        found = backend.nth_newest(positions, torch.full((2, 3), count))
+        for sequence in range(2):
             for head, own in enumerate(held[sequence]):
                 newest = sorted(own, reverse=True)[: max(count, 0)]
                 threshold = int(found[sequence, head])

@@ -195,12 +195,12 @@ def test_scores_are_the_probabilities_of_the_slots() -> None:
 )
 def test_a_piece_attends_as_its_tokens_one_by_one(gates: dict) -> None:
     config = CompressionConfig(**gates)
-    whole, single = Stream(config), Stream(config)
+    together, single = Stream(config), Stream(config)
     query = torch.randn(2, 40, 6, HEAD_DIM, generator=torch.Generator().manual_seed(2))
     for ends in ((3, 1), (4, 25), (40, 40)):
-        before = whole.ends
-        batch, seen = whole.feed(*ends)
-        layer = whole.cache
+        before = together.ends
+        batch, seen = together.feed(*ends)
+        layer = together.cache
         pages = layer.key_pages, layer.value_pages, layer.block_tables
         own = torch.cat([query[i, before[i] : ends[i]] for i in range(2)])
         out = batch.pad(prefill_attention(own, *pages, batch, seen, 0.5))

@@ -25,7 +25,7 @@ from dmc.kernels.base import LayerCache, Recent
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
-from dmc.kernels.triton import append, attention
+from dmc.kernels.triton import append, decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -181,7 +181,7 @@ def test_decode_reads_the_rows_it_is_given(place: tuple[str, torch.dtype]) -> No
 
 def runs_of(lengths: list[int], num_programs: int) -> list[list[int]]:
     """Deal the queue of the heads' chunks out; give the head of each chunk of each program's run."""
-    queue = [head for head, length in enumerate(lengths) for _ in range(max(1, -(-length // attention.CHUNK)))]
+    queue = [head for head, length in enumerate(lengths) for _ in range(max(1, -(-length // decode.CHUNK)))]
     busy = min(num_programs, len(queue))
     return [queue[i * len(queue) // busy : (i + 1) * len(queue) // busy] for i in range(busy)]
 
@@ -191,17 +191,17 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     place: tuple[str, torch.dtype], num_programs: int, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Empty heads, lengths at the edges of chunks, random ones, and one head a hundred times as long as most."""
-    monkeypatch.setattr(attention, "_multiprocessors", lambda _: num_programs)
-    monkeypatch.setattr(attention, "PROGRAMS", 1)
-    monkeypatch.setattr(attention, "COUNTED_TOGETHER", 8)  # not all heads at once
-    monkeypatch.setattr(attention, "WAYS", 4)
-    merge, cuts = attention._merge_kernel, []
+    monkeypatch.setattr(decode, "_multiprocessors", lambda _: num_programs)
+    monkeypatch.setattr(decode, "tuning_of", lambda _: decode.Tuning(programs=1))
+    monkeypatch.setattr(decode, "COUNTED_TOGETHER", 8)  # not all heads at once
+    monkeypatch.setattr(decode, "WAYS", 4)
+    merge, cuts = decode._merge_kernel, []
 
     class Spy:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *given, **constants: (cuts.extend(given[2].tolist()), merge[grid](*given, **constants))
 
-    monkeypatch.setattr(attention, "_merge_kernel", Spy())
+    monkeypatch.setattr(decode, "_merge_kernel", Spy())
     generator = torch.Generator().manual_seed(num_programs)
     edges = [0, 1, 127, 128, 129, 256, 0, 1300, 13]
     lengths = [*edges, *torch.randint(0, 40, (9,), generator=generator).tolist()]
@@ -235,8 +235,8 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
     device, dtype = place
     config, generator = gates_of(settings), torch.Generator().manual_seed(0)
     layer = make_layer(config, block_size=16, max_blocks=10, head_dim=24, dtype=dtype)
-    stream = Stream(layer, config, rows=[2, 0], time=105)
-    for begins, ends in (([0, 0], [2, 7]), ([2, 7], [70, 8]), ([70, 8], [105, 75])):
+    stream = Stream(layer, config, rows=[2, 0], time=60)
+    for begins, ends in (([0, 0], [2, 7]), ([2, 7], [40, 8]), ([40, 8], [60, 43])):
         batch, tokens = stream.tokens(begins, ends)
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         seen = reference.append_or_merge(layer, batch, tokens, config)
@@ -250,12 +250,12 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
 def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, place: tuple[str, torch.dtype]) -> None:
     device, dtype = place
     generator = torch.Generator().manual_seed(0)
-    layer = make_layer(None, max_blocks=5, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
-    stream = Stream(layer, None, rows=[2, 0], time=70)
-    for begins, ends in (([0, 0], [40, 9]), ([40, 9], [51, 70])):
+    layer = make_layer(None, max_blocks=3, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
+    stream = Stream(layer, None, rows=[2, 0], time=40)
+    for begins, ends in (([0, 0], [19, 9]), ([19, 9], [26, 40])):
         batch, tokens = stream.tokens(begins, ends)
         slots = reference.append_or_merge(layer, batch, tokens, None).slots
-        slots[:, 1] = (slots[:, 1] - 20).clamp_min(1)  # a head of fewer slots
+        slots[:, 1] = (slots[:, 1] - 7).clamp_min(1)  # a head of fewer slots
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         wanted = reference.attention_received(query, layer, batch, slots, 0.2)
         given = (copy_to(each, device) for each in (query, layer, batch, slots))
@@ -269,10 +269,10 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
 def test_the_engine_generates_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_compressed: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
 ) -> None:
-    model, prompts = make_compressed(gates={"delay": 3}).to(place[0]), make_prompts(5, 2, 20)
-    params = SamplingParams(max_new_tokens=6, temperature=0)
+    model, prompts = make_compressed(gates={"delay": 3}, num_layers=1).to(place[0]), make_prompts(3, 11)
+    params = SamplingParams(max_new_tokens=3, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
-    engine = Engine(model, kernels="triton", prefill_chunk_size=8)  # the longest prompt goes on while others decode
+    engine = Engine(model, kernels="triton", prefill_chunk_size=4)  # the longest prompt goes on while others decode
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
     assert engine.blocks_in_use == 0
 

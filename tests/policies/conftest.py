@@ -114,6 +114,7 @@ def make_entries():
         )
         sums = {name: torch.tensor(numbers)[None] for name, numbers in known.pop("sums", {}).items()}
         positions = torch.arange(length, dtype=torch.int32).expand(1, heads, length)
+        limit = known.pop("limit", 0)
         parts = {name: as_tensor(numbers)[None] for name, numbers in known.items()}
         return Entries(
             layer_index=layer_index,
@@ -129,6 +130,7 @@ def make_entries():
             read_values=lambda: values,
             rotate=lambda states, turns: states,
             nominal=torch.tensor([0]),
+            limit=limit,
             **parts,
         )
 

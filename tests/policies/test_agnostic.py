@@ -49,9 +49,9 @@ def test_an_instruction_is_told_in_the_tokenizers_words(make_stock):
         return {"input_ids": [len(text), 7]}
 
     tokenizer.decode = str
-    told = KVzip(budget=Budget(ratio=2), instruction="again!")
-    assert Engine(make_stock(), tokenizer, policy=told).policy.instruction == (6, 7)
-    assert Engine(make_stock(), policy=told).policy.instruction == ()
+    policy = KVzip(budget=Budget(ratio=2), instruction="again!")
+    assert Engine(make_stock(), tokenizer, policy=policy).policy.instruction == (6, 7)
+    assert Engine(make_stock(), policy=policy).policy.instruction == ()
 
 
 def test_a_marked_token_stays_with_the_last_ones(make_stock, make_prompts, scored):

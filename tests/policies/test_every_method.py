@@ -119,98 +119,29 @@ def test_options_of_what_reads_less_agree_with_the_oracle(
     assert_reads_like_oracle(method, budget, prompts, steps, num_layers=layers, **options)
 
 
-REFUSED = {
-    "StreamingLLM": [({"sinks": -1}, "sinks=-1: expected a number of tokens >= 0")],
-    "H2O": [({"recent": -1}, "recent=-1: expected a number of entries >= 0, or None for half")],
-    "VATP": [({"sinks": -2}, "sinks=-2: expected"), ({"recent": -1}, "recent=-1: expected")],
-    "RoCo": [
-        ({"recent_ratio": share}, f"recent_ratio={share}: expected a share from 0 to below 1")
-        for share in (-0.1, 1, 1.5)
-    ],
-    "SnapKV": [
-        ({"window": 0}, "window=0: expected a number of queries >= 1"),
-        ({"kernel_size": 4}, "kernel_size=4: expected an odd number >= 1, such as 7"),
-        ({"kernel_size": -1}, "kernel_size=-1: expected an odd number"),
-        ({"kernel_size": 7.0}, "kernel_size=7.0: expected an odd number"),
-        ({"pooling": "mean"}, "pooling='mean' is unknown: expected 'max' or 'avg'"),
-    ],
-    "PyramidKV": [
-        ({"beta": 0.5}, "beta=0.5: expected a number >= 1"),
-        ({"beta": float("nan")}, "beta=nan: expected a number >= 1"),
-        ({"decay": "cubic"}, "decay='cubic' is unknown: expected 'linear', 'geometric' or 'exponential'"),
-        ({"window": 0}, "window=0: expected"),
-    ],
-    "AdaKV": [
-        ({"alpha_f": 1.5}, "alpha_f=1.5: expected a share from 0 to 1"),
-        ({"layer_budget": "entropy"}, "layer_budget='entropy' is unknown: expected 'uniform' or 'pyramid'"),
-        ({"beta": 0}, "beta=0: expected a number >= 1"),
-        ({"kernel_size": 2}, "kernel_size=2: expected an odd number"),
-    ],
-    "CAKE": [
-        ({"window": 0}, "window=0: expected a number of queries >= 1"),
-        ({"tau1": 0}, "tau1=0, tau2=1.0: expected numbers > 0"),
-        ({"tau2": -1}, "tau1=1.0, tau2=-1: expected numbers > 0"),
-        ({"kernel_size": 6}, "kernel_size=6: expected an odd number"),
-    ],
-    "LAVa": [
-        ({"layer_budget": "variance"}, "layer_budget='variance': expected 'entropy', 'uniform' or 'pyramid'"),
-        ({"head_budget": "free"}, "head_budget='free': expected 'pooled' or 'equal'"),
-        ({"floor": 2}, "floor=2: expected a share from 0 to 1"),
-        ({"beta": 0.1}, "beta=0.1: expected a number >= 1"),
-        ({"window": -3}, "window=-3: expected a number of queries >= 1"),
-    ],
-    "D2O": [
-        ({"sinks": -1}, "sinks=-1, heavy_to_recent=.3, 1.: expected numbers >= 0"),
-        ({"heavy_to_recent": (0, 0)}, "heavy_to_recent=.0, 0.: expected numbers >= 0, one ratio above 0"),
-        ({"beta": 1.1}, "beta=1.1: expected a weight from 0 to 1"),
-        ({"similarity": "query"}, "similarity='query' is unknown: expected one of key, value"),
-        ({"merge_rule": "sum"}, "merge_rule='sum' is unknown: expected one of weighted, average"),
-        ({"allocation": "raw"}, "allocation='raw' is unknown: expected one of variance, reciprocal, uniform, exp"),
-    ],
-    "CaM": [({"m": 0}, "m=0: expected a number of entries >= 1"), ({"recent": -1}, "recent=-1: expected")],
-    "ExpectedAttention": [
-        ({"future": 0}, "future=0: expected tokens >= 0, and positions >= 1"),
-        ({"alpha_f": 2}, "alpha_f=2: expected a number >= 0, a share 0 to 1"),
-    ],
-    "KVzip": [({"chunk": 0}, "chunk=0: expected tokens >= 0, and >= 1 in a chunk")],
-    "Marked": [({"behind": [-1]}, "expected token ids, and distances >= 0")],
-    "InfLLM": [
-        ({"block_size": 0}, "block_size=0: expected a whole number >= 1"),
-        ({"local": 0}, "local=0: expected a whole number >= 1"),
-        ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
-        ({"initial": -1}, "initial=-1: expected a number of tokens >= 0"),
-        ({"block_size": 4, "representatives": 5}, "representatives=5: expected at most block_size=4"),
-    ],
-    "Quest": [
-        ({"page_size": 0}, "page_size=0: expected a number of entries >= 1"),
-        ({"dense_layers": -1}, "dense_layers=-1: expected a number of layers >= 0"),
-    ],
-    "OmniKV": [
-        ({"budget": None}, "give exactly one"),
-        ({"memory": 0.3}, "give exactly one"),
-        *(
-            ({"budget": None, "memory": 0.3, **options}, error)
-            for options, error in [
-                ({"memory": 1.5}, r"memory=1.5: expected a share"),
-                ({"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
-                ({"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
-                ({"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
-                ({"filter_layers": (-1,)}, r"filter_layers=\(-1,\)"),
-                ({"selector": "exp"}, "selector='exp': expected 'last', 'uniform' or 'exponential'"),
-                ({"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
-                ({"lazy_reload": 1.0}, "lazy_reload=1.0: expected a share"),
-                ({"prefill": "none"}, "prefill='none': expected 'full' or 'sparse'"),
-                ({"window": 0}, "window=0: expected a whole number >= 1"),
-                ({"chunk": 0}, "chunk=0: expected a whole number >= 1"),
-            ]
-        ),
-    ],
-}
+REFUSED = [
+    ("StreamingLLM", {"sinks": -1}, "sinks=-1: expected "),
+    ("CaM", {"recent": 1.5}, "recent=1.5: expected "),
+    ("RoCo", {"recent_ratio": 1}, "recent_ratio=1: expected less than 1"),
+    ("SnapKV", {"window": 0}, "window=0: expected greater than or equal to 1"),
+    ("SnapKV", {"kernel_size": 4}, "kernel_size=4: expected an odd number, such as 7"),
+    ("SnapKV", {"pooling": "mean"}, "pooling='mean': expected 'max' or 'avg'"),
+    ("PyramidKV", {"beta": float("nan")}, "beta=nan: expected "),
+    ("AdaKV", {"alpha_f": 1.5}, "alpha_f=1.5: expected less than or equal to 1"),
+    ("CAKE", {"kernel_size": 6}, "kernel_size=6: expected an odd number"),
+    ("D2O", {"heavy_to_recent": (0, 0)}, "heavy_to_recent=.0, 0.: expected one number above 0"),
+    ("Marked", {"behind": [-1]}, r"behind\[0\]=-1: expected "),
+    ("InfLLM", {"block_size": 4, "representatives": 5}, "representatives=5: expected at most block_size=4"),
+    ("OmniKV", {"budget": None}, "give exactly one"),
+    ("OmniKV", {"memory": 0.3}, "give exactly one"),
+    ("OmniKV", {"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
+    ("OmniKV", {"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
+    ("OmniKV", {"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
+    ("OmniKV", {"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "error"), [(method, *each) for method, every in REFUSED.items() for each in every]
-)
+@pytest.mark.parametrize(("method", "options", "error"), REFUSED)
 def test_options_out_of_range_are_refused(method, options, error):
     with pytest.raises(ValueError, match=error):
         getattr(policies, method)(**{"budget": Budget(ratio=2), **options})

@@ -59,22 +59,23 @@ SCORES = [(0.50, 0.30, 0.15, 0.05), (0.20, 0.10, 0.04, 0.01)]
         ({"alpha_f": 0.2, "official_blend": True}, [2, 1]),
     ],
 )
-@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("window", [1, 2])
 def test_heads_share_a_layer_by_their_scores(make_entries, options, counts, window):
     observed = torch.tensor([[*scores, *[torch.inf] * window] for scores in SCORES])
-    keep = AdaKV(budget=Budget(tokens=1), **options).keep(make_entries(2, 4 + window, observed=observed), 2 + window)
+    entries = make_entries(2, 4 + window, observed=observed, limit=2 * window)
+    keep = AdaKV(budget=Budget(tokens=1), **options).keep(entries, 2 + window)
     for head, count in enumerate(counts):
         assert keep[0, head].nonzero().flatten().tolist() == [*range(count), *range(4, 4 + window)]
 
 
-@pytest.mark.parametrize(("alpha_f", "counts"), [(0.2, [86, 14]), (0.5, [72, 28])])
+@pytest.mark.parametrize(("alpha_f", "counts"), [(0.2, [87, 15]), (0.5, [73, 29])])
 def test_the_authors_blend_rounds_half_to_even(make_entries, alpha_f, counts):
-    observed = torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
+    observed = torch.rand(2, 201, generator=torch.Generator().manual_seed(0))
+    observed[:, 200] = torch.inf  # a window of one
     observed[0, :95] += 2
     observed[1, :5] += 2
-    keep = AdaKV(budget=Budget(tokens=1), alpha_f=alpha_f, official_blend=True).keep(
-        make_entries(2, 200, observed=observed), 50
-    )
+    entries = make_entries(2, 201, observed=observed, limit=2)
+    keep = AdaKV(budget=Budget(tokens=1), alpha_f=alpha_f, official_blend=True).keep(entries, 51)
     assert keep.sum(-1).flatten().tolist() == counts
 
 

@@ -64,8 +64,8 @@ def assert_alike(generations, expected):
 
 def test_a_budget_for_all_turns_answers_as_the_full_cache(policy, make_stock, prompts):
     model = make_stock()
-    roomy = type(policy)(budget=Budget(tokens=100))
-    assert_alike(answers(Engine(model, policy=roomy), prompts), answers(Engine(model), prompts))
+    spacious = type(policy)(budget=Budget(tokens=100))
+    assert_alike(answers(Engine(model, policy=spacious), prompts), answers(Engine(model), prompts))
 
 
 @pytest.mark.parametrize("chunk", [None, 6])

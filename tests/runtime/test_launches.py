@@ -327,6 +327,21 @@ def test_what_a_policy_sees_of_a_prompt_costs_the_same_however_long_it_is(
     assert short == long
 
 
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        *((name, 0) for name in ("StreamingLLM", "H2O", "TOVA", "VATP", "SnapKV", "PyramidKV", "AdaKV")),
+        ("CAKE", 1),  # weighs each layer on the host
+    ],
+)
+def test_the_host_waits_for_no_layer_when_a_prompt_ends(
+    name: str, waits: int, per_layer: Callable[..., tuple[tuple[float, ...], int]]
+) -> None:
+    policy = getattr(policies, name)(budget=HALF)
+    (_, _, of_layer), in_all = per_layer(None, policy, [40], decodes=False)
+    assert of_layer == waits and in_all <= 2 + SHALLOW * waits  # the lengths before the pass, and the tokens after it
+
+
 @pytest.mark.parametrize("gates", [None, {}, {"delay": 4}, {"action": "drop", "delay": 4}], ids=str)
 def test_a_step_of_decoding_and_prompts_launches_at_most_three_times_what_decoding_does(
     gates: dict | None, make_stock: Any, make_compressed: Any

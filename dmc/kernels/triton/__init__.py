@@ -2,10 +2,10 @@
 
 append.py      one new token per head: blocks off the free stack, pooling, RoPE, page write, history
 append_chunk.py  the same of several tokens of each sequence, tile by tile
-attention.py   decode: the ragged heads' slots dealt out evenly, then a merge of the heads that were cut
+decode.py      decode: the ragged heads' slots dealt out evenly, then a merge of the heads that were cut
 prefill.py     many queries per sequence: closed slots, their own running state, the band of recent tokens
 received.py    what each slot receives from a prompt's queries
-eviction.py    after a generated token: metadata of entries, attention received, and which entry goes
+evict_one.py   after a generated token: metadata of entries, attention received, and which entry goes
 compaction.py  evict entries, and close the gaps
 """
 

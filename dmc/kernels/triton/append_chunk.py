@@ -232,7 +232,7 @@ def _store_rows(states, place, first, second, keep, channel, HALF: tl.constexpr)
 
 
 @triton.jit
-def _write_rows(pages, scales, slot, stays, top, own, exists, first, second, channel, HALF: tl.constexpr):
+def _write_rows(pages, scales, slot, stays, top, at_top, exists, first, second, channel, HALF: tl.constexpr):
     """Write states [tokens, channels] into their page slots where they stay, as `pages.quantize` with scales.
 
     As they can be read again they go to `top`, if it is not None.
@@ -250,7 +250,7 @@ def _write_rows(pages, scales, slot, stays, top, own, exists, first, second, cha
     if top is not None:
         if scales is not None:
             first, second = first.to(tl.float32) * scale[:, None], second.to(tl.float32) * scale[:, None]
-        _store_rows(top, own * 2 * HALF, first, second, exists, channel, HALF)
+        _store_rows(top, at_top * 2 * HALF, first, second, exists, channel, HALF)
 
 
 @triton.jit
@@ -417,10 +417,20 @@ def _enter_chunk_kernel(
         tl.store(table + block, popped, mask=appended & (last_slot % BLOCK_SIZE == 0))
         page = tl.where(is_taken, popped, page).to(tl.int64)
         slot = page * BLOCK_SIZE + last_slot % BLOCK_SIZE
-        own = token * KV_HEADS + head
-        _write_rows(key_pages, key_scales, slot, stays, top_key, own, exists, key_first, key_second, channel, HALF)
+        at_top = token * KV_HEADS + head
+        _write_rows(key_pages, key_scales, slot, stays, top_key, at_top, exists, key_first, key_second, channel, HALF)
         _write_rows(
-            value_pages, value_scales, slot, stays, top_value, own, exists, value_first, value_second, channel, HALF
+            value_pages,
+            value_scales,
+            slot,
+            stays,
+            top_value,
+            at_top,
+            exists,
+            value_first,
+            value_second,
+            channel,
+            HALF,
         )
         if top_exists is not None:
             tl.store(top_exists + token, exists, mask=known & (head == 0))

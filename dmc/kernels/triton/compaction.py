@@ -45,7 +45,7 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     """See `dmc.kernels.reference.evict`; no host sync."""
     slots, pages = slots.contiguous(), cache.slot_pages
     kept = cache.lengths.new_empty(slots.shape)
-    widths = tuple(each.stride(1) for each in pages)
+    widths = tuple(page.stride(1) for page in pages)
     with torch.cuda.device_of(slots):
         _move_last_kernel[(slots.numel(),)](
             rows,

@@ -9,6 +9,7 @@ their parts are merged afterwards.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +21,23 @@ from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_tile, load_rows, plac
 
 CHUNK = 128
 """Slots of a chunk, a multiple of every tile; heads are cut between chunks."""
-PROGRAMS = 2
-"""Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
-TILE_BYTES = 8192
-"""Size of a tile's keys."""
+
+
+class Tuning(NamedTuple):
+    """What a chip is fastest with, by the sweep of `gpu_check.py`."""
+
+    programs: int = 2
+    """Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""
+    stages: int = STAGES
+    """See `STAGES`."""
+    tile_bytes: int = 8192
+    """Size of a tile's keys."""
+
+
+TUNINGS: dict[tuple[int, int], Tuning] = {}
+"""By compute capability, such as (9, 0), where a sweep has measured a chip. None has been: all take the defaults,
+chosen by the registers and shared memory of compiled kernels (`benchmarks/compiled_kernels.py`)."""
+
 WAYS = 32
 """Parts that a search in the prefix sum divides what is left into: two loads for 1,024 heads."""
 COUNTED_TOGETHER = 256
@@ -52,7 +66,10 @@ def paged_attention(
     batch, query_heads, head_dim = query.shape
     kv_heads, num_blocks = block_tables.shape[1:]
     block_size, pairs, group = key_pages.shape[1], batch * kv_heads, query_heads // kv_heads
-    num_programs = min(PROGRAMS * _multiprocessors(query.device), pairs * triton.cdiv(num_blocks * block_size, CHUNK))
+    tuning = tuning_of(query.device)
+    num_programs = min(
+        tuning.programs * _multiprocessors(query.device), pairs * triton.cdiv(num_blocks * block_size, CHUNK)
+    )
     lengths = lengths.contiguous()
     query = query if query.stride(-1) == 1 else query.contiguous()
     partial = query.new_empty(num_programs, 2, group, head_dim, dtype=torch.float32)
@@ -99,9 +116,9 @@ def paged_attention(
             CHUNK=CHUNK,
             WAYS=WAYS,
             MEMBERS=max(16, triton.next_power_of_2(group)),
-            KEYS=tile_keys(row_bytes, TILE_BYTES),
+            KEYS=tile_keys(row_bytes, tuning.tile_bytes),
             RECENT_KEYS=16,
-            STAGES=STAGES,
+            STAGES=tuning.stages,
             num_warps=tile_warps(row_bytes),
             **constants,
         )
@@ -112,6 +129,13 @@ def paged_attention(
             scores, lse, lengths, rows, scores.shape[-1], KV_HEADS=kv_heads, GROUP=group, SLOTS=SLOTS_NORMALIZED
         )
         return out, scores
+
+
+@functools.cache
+def tuning_of(device: torch.device) -> Tuning:
+    """Return the tuning of a GPU, the default where it has not been measured."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return TUNINGS.get(capability, Tuning())
 
 
 @functools.cache

@@ -208,11 +208,11 @@ def _nth_kernel(positions, counts, found, num_slots, SLOTS: tl.constexpr):
     """Find one head's position by bisection: a pass over its entries counts those from the middle on."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + head)
-    own = positions + head * num_slots
+    head_positions = positions + head * num_slots
     newest = tl.full((), -1, tl.int32)
     for start in range(0, num_slots, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        newest = tl.maximum(newest, tl.max(tl.load(own + slot, mask=slot < num_slots, other=-1), 0))
+        newest = tl.maximum(newest, tl.max(tl.load(head_positions + slot, mask=slot < num_slots, other=-1), 0))
     low = tl.zeros((), tl.int32)  # as many as are asked for lie from here on, or all
     high = tl.maximum(newest, 0) + 1  # fewer from here on
     while high - low > 1:
@@ -220,7 +220,7 @@ def _nth_kernel(positions, counts, found, num_slots, SLOTS: tl.constexpr):
         above = tl.zeros((), tl.int32)
         for start in range(0, num_slots, SLOTS):
             slot = start + tl.arange(0, SLOTS)
-            position = tl.load(own + slot, mask=slot < num_slots, other=-1)
+            position = tl.load(head_positions + slot, mask=slot < num_slots, other=-1)
             above += tl.sum((position >= middle).to(tl.int32), 0)
         low = tl.where(above >= count, middle, low)
         high = tl.where(above >= count, high, middle)
@@ -245,14 +245,14 @@ def _candidate_kernel(
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // KV_HEADS, pair % KV_HEADS
     length = tl.load(lengths + pair)
-    own = scores + sequence * sequence_stride + head * head_stride
+    head_scores = scores + sequence * sequence_stride + head * head_stride
     lowest = tl.full((), float("inf"), tl.float32)
     youngest = tl.full((), -1, tl.int32)
     candidate = tl.zeros((), tl.int32)
     for start in range(0, num_slots, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         held = slot < length
-        score = tl.load(own + slot * slot_stride, mask=held, other=float("inf"))
+        score = tl.load(head_scores + slot * slot_stride, mask=held, other=float("inf"))
         position = tl.load(positions + pair * num_slots + slot, mask=held, other=-1)
         least = tl.min(score, 0)
         position = tl.where(score == least, position, -1)

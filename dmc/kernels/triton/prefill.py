@@ -154,11 +154,11 @@ def _prefill_kernel(
             packed, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, place, held
         )
     if top_key is not None:
-        has_own = tl.load(top_exists + token, mask=asks, other=0) != 0
-        own = (token * KV_HEADS + head) * HEAD_DIM
-        own_key = load_rows(top_key, own, has_own, channel, HEAD_DIM)
-        own_value = load_rows(top_value, own, has_own, channel, HEAD_DIM)
-        peak, total, acc = attend_own(packed, own_key, own_value, has_own, scaling, peak, total, acc)
+        has_top = tl.load(top_exists + token, mask=asks, other=0) != 0
+        top_place = (token * KV_HEADS + head) * HEAD_DIM
+        state_key = load_rows(top_key, top_place, has_top, channel, HEAD_DIM)
+        state_value = load_rows(top_value, top_place, has_top, channel, HEAD_DIM)
+        peak, total, acc = attend_own(packed, state_key, state_value, has_top, scaling, peak, total, acc)
     if recent_key is not None:
         num_recent = num_new + delay - 1
         recent_start = start + sequence * (delay - 1)

@@ -152,9 +152,11 @@ def _receive_kernel(
         mean = tl.zeros((QUERIES, KEYS), tl.float32)
         for m in range(GROUP):
             query_head = head * GROUP + m
-            own = load_rows(query, token * query_stride + query_head * query_head_stride, asks, channel, HEAD_DIM)
-            own_lse = tl.load(lse + token * (KV_HEADS * GROUP) + query_head, mask=asks, other=0.0)
-            weight = tl.exp2(_scores(own, key, key_scales, place, held, scaling) - own_lse[:, None])
+            member_query = load_rows(
+                query, token * query_stride + query_head * query_head_stride, asks, channel, HEAD_DIM
+            )
+            member_lse = tl.load(lse + token * (KV_HEADS * GROUP) + query_head, mask=asks, other=0.0)
+            weight = tl.exp2(_scores(member_query, key, key_scales, place, held, scaling) - member_lse[:, None])
             weight = tl.where(visible, weight, 0.0)
             by_member += tl.where(member[:, None] == m, tl.sum(weight, 0)[None, :], 0.0)
             mean += weight
