@@ -16,7 +16,7 @@ from pydantic_core import SchemaValidator, ValidationError
 from typing_extensions import Required, TypedDict
 
 from dmc.runtime import Engine, SamplingParams
-from dmc.runtime.prompt import encode
+from dmc.runtime.input_processor import encode
 
 MOST_NAMES = 1024
 """Maximum number of fields of an object: to tell 80,000 wrong ones would take seconds and gigabytes."""

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.runner import layout_of
+from dmc.runtime.model_view import layout_of
 
 BLOCK = 16
 MOST_TOKENS = 5 * BLOCK  # that the memory holds, nothing merged

@@ -10,7 +10,7 @@ from dmc.budget import Budget
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import H2O, SnapKV
 from dmc.runtime import engine as engine_module
-from dmc.runtime import memory
+from dmc.runtime import pool_size
 from dmc.runtime.pool_size import Activations, free_bytes, pool_bytes
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ NONE = Activations(0, 0, 0.0, 0.0)
 
 @pytest.fixture
 def free(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 1_000_000)
     return 1_000_000
 
 
@@ -56,11 +56,11 @@ def test_an_engine_with_automatic_memory_holds_every_row_at_full_length(
     free, make_compressed, make_prompts, monkeypatch
 ):
     model = make_compressed(max_position_embeddings=100)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 10**12)
     engine = Engine(model, memory="auto", max_batch_size=3)
     assert engine.cache.allocator.num_blocks == 3 * 2 * 2 * -(-100 // 16)
     assert not engine.cache.grows
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2_000_000)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2_000_000)
     engine = Engine(model, memory=0.5, max_batch_size=3)
     assert engine.cache.allocator.num_blocks == 1_000_000 // engine.cache.block_bytes
     (generation,) = engine.generate(make_prompts(9), SamplingParams(max_new_tokens=4))
