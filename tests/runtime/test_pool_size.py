@@ -40,12 +40,6 @@ def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(free, capl
     assert pool_bytes("auto", torch.device("cuda"), most=10**9, activations=NONE) == 850_000
 
 
-@pytest.mark.parametrize("setting", [0, -1, 0.0, -0.5, 1.5, float("nan"), "lots", "", True, [5]])
-def test_settings_out_of_range_are_refused(setting):
-    with pytest.raises(ValueError, match=r"memory=.*expected a whole number of bytes > 0, a float in"):
-        pool_bytes(setting, CPU, most=10, activations=NONE)
-
-
 def test_free_memory_is_found_without_psutil_too(monkeypatch):
     known = free_bytes(CPU)
     monkeypatch.setitem(__import__("sys").modules, "psutil", None)
