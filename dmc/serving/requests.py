@@ -255,5 +255,5 @@ def num_logprobs(asked: dict[str, Any]) -> int | None:
 
 def out_of_range(error: Exception) -> APIError:
     """Turn the engine's error about a value, which begins with the value's name, into an APIError."""
-    name = str(error).partition("=")[0]
+    name = str(error).partition("=")[0].partition("[")[0]
     return APIError(400, str(error), name if name.isidentifier() else None)
