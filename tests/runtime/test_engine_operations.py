@@ -426,7 +426,7 @@ def test_five_thousand_operations_agree_with_requests_alone(make_stock, make_com
     results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "fed", "lost")
     done = {name: number for name, number in total.items() if name not in results}
     assert sum(done.values()) >= 5_000, total
-    assert all(number >= 20 for number in done.values()), total
+    assert all(number >= 8 for number in done.values()), total
     assert total["preempted"] >= 50, total
     assert total["refused"] >= 20 and total["outgrown"] >= 20, total
     assert total["prefix hit"] >= 20 and total["fork"] >= 50, total
