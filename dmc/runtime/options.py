@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from torch import Tensor
 
-from dmc.config.settings import Count, Positive, Share, Whole, checked_dataclass
+from dmc.config.settings import Count, NonNegative, Positive, Share, checked_dataclass
 
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
-TokenId = Annotated[StrictInt, Field(ge=0)]
 
 
 @checked_dataclass(frozen=True)
@@ -33,7 +32,7 @@ class SamplingParams:
     """Sample among the most likely tokens whose probabilities reach this sum, in (0, 1]."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     """Seed of this request's own generator, in [0, 2**64); None: torch's default generator draws one."""
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: tuple[NonNegative, ...] = ()
     """Stop after one of these, besides the model's own end of sequence."""
     ignore_eos: StrictBool = False
     """Continue after the model's end of sequence."""
@@ -49,11 +48,13 @@ class SamplingParams:
     """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from these as often as they have been generated, in [-2, 2]."""
-    logit_bias: dict[TokenId, Annotated[StrictFloat, Field(ge=-100, le=100)]] = field(default_factory=dict, hash=False)
+    logit_bias: dict[NonNegative, Annotated[StrictFloat, Field(ge=-100, le=100)]] = field(
+        default_factory=dict, hash=False
+    )
     """Added to the logits of these tokens, in [-100, 100]; the ends all but forbid or force a token."""
-    top_logprobs: Whole = 0
+    top_logprobs: NonNegative = 0
     """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
-    prompt_logprobs: Whole | None = None
+    prompt_logprobs: NonNegative | None = None
     """How many of the most likely tokens are reported with each prompt token; None: prompt tokens are not scored."""
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     """Changes logits after the penalties and before temperature, like a processor of transformers: (tokens so far
