@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmc.config.settings import Count, NonNegative, Positive, Share, checked_dataclass
 
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 
 
@@ -48,9 +49,7 @@ class SamplingParams:
     """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from these as often as they have been generated, in [-2, 2]."""
-    logit_bias: dict[NonNegative, Annotated[StrictFloat, Field(ge=-100, le=100)]] = field(
-        default_factory=dict, hash=False
-    )
+    logit_bias: dict[NonNegative, Bias] = field(default_factory=dict, hash=False)
     """Added to the logits of these tokens, in [-100, 100]; the ends all but forbid or force a token."""
     top_logprobs: NonNegative = 0
     """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
