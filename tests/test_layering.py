@@ -22,7 +22,7 @@ ALLOWED = {
     "kernels": {"compression", "ranks"},
     "models": {"compression", "ranks", "files"},
     "policies": {"kernels", "compression", "budget", "config"},
-    "runtime": {"kernels", "compression", "policies", "budget", "ranks"},
+    "runtime": {"kernels", "compression", "policies", "budget", "ranks", "config"},
     "data": {"config", "files", "ranks"},
     "results": {"runtime", "policies", "kernels", "compression", "data", "config", "budget", "files"},
     "training": {

@@ -14,7 +14,7 @@ from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dat
 from dmc.models import retrofit
 from dmc.models.weights import read_model_config
 from dmc.runtime.capacity import capacities
-from dmc.runtime.runner import layout_of
+from dmc.runtime.model_view import layout_of
 
 GIB = 2**30
 

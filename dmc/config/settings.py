@@ -120,10 +120,10 @@ def _in_one_line(error: ValidationError, owner: Any, values: Any, name: str) -> 
             field = owner.__pydantic_fields__.get(key)
             owner = (field and _settings_in(field.annotation)) or owner
         return f"unknown setting {setting}: {suggest(path[-1], owner.__pydantic_fields__)}"
-    if first["loc"][-1:] == ("[key]",):
-        return f"unknown setting {setting}: {suggest(path[-1], _NAMES.findall(first['msg']))}"
+    if first["loc"][-1:] == ("[key]",) and (known := _NAMES.findall(first["msg"])):
+        return f"unknown setting {setting}: {suggest(path[-1], known)}"
     expected = dict.fromkeys(_expected(found) for found in (first, *others) if _path(found, values) == path)
-    return f"{setting}={first['input']!r}: expected {' or '.join(expected)}"
+    return f"{setting}={first['input']!r:.80}: expected {' or '.join(expected)}"
 
 
 def _path(error: Any, values: Any) -> list[int | str]:

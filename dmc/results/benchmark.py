@@ -20,7 +20,6 @@ from dmc.config.settings import Count, NonNegative, OutputFolder, Ratio, checked
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
-from dmc.runtime.generation import GenerationStats
 
 CHUNK = 2048
 """Number of prompt tokens that the engine feeds at once."""
@@ -84,7 +83,7 @@ class EngineDecoder:
 
     def memory(self) -> tuple[int, float]:
         """Return the present bytes of the cache, and its achieved ratio."""
-        stats = [GenerationStats.of(request.sequence, self._engine.cache) for request in self._requests]
+        stats = [self._engine.stats(request) for request in self._requests]
         seen = sum(stat.tokens_seen * stat.slots.numel() for stat in stats)
         entries = sum(int(stat.slots.sum()) for stat in stats)
         return sum(stat.bytes_allocated for stat in stats), seen / entries

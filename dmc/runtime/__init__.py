@@ -8,8 +8,8 @@ head) has a block table, and the data of a slot or block moves and is freed with
 from dmc.runtime.engine import Engine
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.hf_cache import PagedGenerationCache
+from dmc.runtime.options import SamplingParams
 from dmc.runtime.request import Request, TokenEvent
-from dmc.runtime.sampling import SamplingParams
 from dmc.runtime.session import Session
 
 __all__ = [

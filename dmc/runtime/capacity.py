@@ -82,11 +82,11 @@ def capacities(
     pages = Activations.of(config, layout, PASS_TOKENS, PASS_TOKENS).room(usable) if usable > 0 else 0
     found = []
     for ratio in ratios:
-        each = request_bytes(layout, context, ratio, block_size)
+        one = request_bytes(layout, context, ratio, block_size)
         low, high = 0, 2**24
         while low < high:  # find the longest request by bisection
             middle = (low + high + 1) // 2
             fits = request_bytes(layout, middle, ratio, block_size) <= pages
             low, high = (middle, high) if fits else (low, middle - 1)
-        found.append(Capacity(ratio, each, max(0, pages // each), low))
+        found.append(Capacity(ratio, one, max(0, pages // one), low))
     return found

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import warnings
 from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from dmc.compression.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
-from dmc.runtime.active_requests import ActiveRequests
-from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.arguments import listed, of_kind, whole_number
-from dmc.runtime.decode_step import GpuRecorder, why_not_recorded
-from dmc.runtime.forced import Forced, Keep, of_all_tokens
+from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
-from dmc.runtime.lent_forwards import why_not_compiled
-from dmc.runtime.next_tokens import NextTokens
-from dmc.runtime.paged_cache import PagedCache, check_block_size
+from dmc.runtime.input_processor import InputProcessor
+from dmc.runtime.model_view import fit_policy, layout_of, why_not_compiled
+from dmc.runtime.options import EngineOptions, SamplingParams
+from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.pool_size import Activations, pool_bytes
 from dmc.runtime.prefix_cache import PrefixCache
-from dmc.runtime.progress import advance_bar, open_bar
-from dmc.runtime.prompt import encode
-from dmc.runtime.request import ForcedRequest, Request, TokenEvent
-from dmc.runtime.runner import Runner, fit_policy, layout_of
-from dmc.runtime.sampling import SamplingParams, new_generator
+from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
+from dmc.runtime.runner import GpuRecorder, Runner, why_not_recorded
 from dmc.runtime.scheduler import Scheduler
-from dmc.runtime.sequence import Sequence
 from dmc.runtime.session import Session
-from dmc.runtime.text_stream import TextStream
 
-logger = logging.getLogger(__name__)
+SECONDS_BEFORE_BAR = 3
+"""A shorter run shows no progress bar unless one was requested."""
 
 
 def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
@@ -44,14 +35,23 @@ def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
     return -(-num_tokens // block_size) * layout.num_layers * layout.num_kv_heads
 
 
-def _check_kinds(model: Any, tokenizer: Any, kernels: Any) -> None:
-    """Refuse what cannot be a model, a tokenizer or a backend's name."""
-    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
-        raise TypeError(f"model={model!r:.80}: expected a causal LM, as load_model(folder) returns one")
-    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise TypeError(f"tokenizer={tokenizer!r}: expected an object, as AutoTokenizer.from_pretrained returns one")
-    if not isinstance(kernels, str):
-        raise ValueError(f"kernels={kernels!r}: expected the name of a backend, or 'auto'")
+def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_policy: bool) -> int | None:
+    """Return the blocks of the pool that `memory=` asks for; None: it grows."""
+    context, rows, budget = context_length(config), options.max_batch_size, options.token_budget
+    largest_pass = num_logits = rows * min(options.prefill_chunk_size or context, context)
+    if budget is not None:  # which whole prompts under a policy exceed, at least the last one that is admitted
+        num_logits = min(largest_pass, budget + rows)  # of a prompt only the last token's
+        largest_pass = min(largest_pass, budget + (context if has_policy else 0))
+    activations = Activations.of(config, layout, largest_pass, num_logits, shows_attention=has_policy)
+    block = layout.block_bytes(options.block_size)
+    most = rows * blocks_of(layout, options.block_size, context) * block
+    limit = pool_bytes(options.memory, layout.device, most, activations)
+    return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
+
+
+def _check_are_several(texts: Collection[Any]) -> None:
+    if isinstance(texts, str):
+        raise TypeError(f"prompts or continuations={texts!r:.80}: expected a list of texts, or of token ids")
 
 
 def _renamed(error: Exception, message: str) -> Exception:
@@ -94,7 +94,7 @@ class Engine:
             keep beside the slots stay as they are.
     Raises:
         ValueError: an option is out of range, or the policy cannot work on 8 bits.
-        TypeError: the policy is none.
+        TypeError: the model or the policy is none.
     """
 
     def __init__(
@@ -113,37 +113,24 @@ class Engine:
         compile: bool = False,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        switches = {"prefix_cache": prefix_cache, "cuda_graphs": cuda_graphs, "compile": compile}
-        for name, given in switches.items():
-            if not isinstance(given, bool):
-                raise ValueError(f"{name}={given!r}: expected True or False")
-        _check_kinds(model, tokenizer, kernels)
-        block_size = check_block_size(block_size)
-        max_batch_size = whole_number("max_batch_size", max_batch_size)
-        if prefill_chunk_size is not None:
-            prefill_chunk_size = whole_number("prefill_chunk_size", prefill_chunk_size, also=", or None")
-        if token_budget is not None:
-            token_budget = whole_number("token_budget", token_budget, also=", or None")
+        if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+            raise TypeError(f"model={model!r:.80}: expected a causal LM, as load_model(folder) returns one")
+        given: Any = (block_size, memory, kernels, max_batch_size, prefill_chunk_size, token_budget, prefix_cache)
+        given += (cuda_graphs, compile, kv_cache_dtype)
+        options = EngineOptions(*given)
         if policy is not None:
             policy = fit_policy(model, policy, block_size, prefill_chunk_size).tokenized(tokenizer)
             policy = None if policy.budget.ratio == 1 else policy
         if policy is not None:
             policy.check_dtype(kv_cache_dtype)
-        self.model, self.tokenizer = model.eval(), tokenizer
         layout = layout_of(model, policy).stored_as(kv_cache_dtype)
-        context = context_length(model.config)
-        longest = max_batch_size * blocks_of(layout, block_size, context)
-        largest_pass = num_logits = max_batch_size * min(prefill_chunk_size or context, context)
-        if token_budget is not None:  # that whole prompts under a policy exceed, the last one let in at least
-            num_logits = min(largest_pass, token_budget + max_batch_size)  # of a prompt the last token's alone
-            largest_pass = min(largest_pass, token_budget + (0 if policy is None else context))
-        activations = Activations.of(model.config, layout, largest_pass, num_logits, shows_attention=policy is not None)
-        limit = pool_bytes(memory, layout.device, longest * layout.block_bytes(block_size), activations)
-        num_blocks = None if limit is None else layout.ranks.all_reduce(limit // layout.block_bytes(block_size), "min")
         if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
             raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
         if compile and (reason := why_not_compiled(model, layout)) is not None:
             raise ValueError(f"compile=True: {reason}; use compile=False")
+        num_blocks = _num_blocks(options, model.config, layout, has_policy=policy is not None)
+        self.model: Any = model.eval()
+        self.tokenizer = tokenizer
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, has_scratch_row=cuda_graphs)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
@@ -151,10 +138,8 @@ class Engine:
         self._runner = Runner(model, self.cache, kernels, policy, record, compiles=compile)
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)
-        self._active = ActiveRequests(self._scheduler, tokenizer)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
-        self._next_tokens = NextTokens(self._runner, self._active, self._vocab_size)
-        self._has_warned = False
+        self._core = EngineCore(self._scheduler, self._runner, tokenizer)
+        self._inputs = InputProcessor(model, tokenizer, policy, self._core)
 
     @property
     def blocks_in_use(self) -> int:
@@ -201,13 +186,15 @@ class Engine:
             ValueError: see `submit`; nothing has run.
             ArithmeticError: see `run`.
         """
-        prompts = listed("prompts", prompts, "texts or lists of token ids")
-        params = SamplingParams() if params is None else params
-        every = params if isinstance(params, list) else [params] * len(prompts)
-        if len(every) != len(prompts):
-            raise ValueError(f"{len(every)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        turns = zip(prompts, every, after or [[]] * len(prompts), strict=True)
-        requests = [self._request(each or prompt, own, context=prompt if each else None) for prompt, own, each in turns]
+        _check_are_several(prompts)
+        if not isinstance(params, list):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        requests = [
+            self._inputs.request(question or prompt, settings, context=prompt if question else None)
+            for prompt, settings, question in zip(prompts, params, after or [[]] * len(prompts), strict=True)
+        ]
         return self._run_together(requests, progress)
 
     def submit(
@@ -229,7 +216,9 @@ class Engine:
                 given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
             TypeError: an argument is of another kind.
         """
-        request = self._request(after or prompt, params, session, streams_text=True, context=prompt if after else None)
+        request = self._inputs.request(
+            after or prompt, params, session, streams_text=True, context=prompt if after else None
+        )
         self._start(request)
         return request
 
@@ -244,21 +233,7 @@ class Engine:
             BaseException: an error that is no `Exception`, such as Ctrl-C, or one outside of a pass. All requests have
                 then been aborted and all blocks are free; sessions keep their tokens and are computed again.
         """
-        try:
-            chunks = self._scheduler.next_chunks()
-            if (outgrown := self._scheduler.outgrown) is not None:
-                self._scheduler.outgrown = None
-                self._active.fail(outgrown, self._outgrown_error(outgrown), sound=True)
-            try:
-                return self._next_tokens.after(chunks) if chunks else []
-            except Exception as error:
-                logger.warning("a pass of %d requests has failed", len(chunks), exc_info=True)
-                self._active.fail_requests(self._scheduler.recover(chunks), error)
-                return []
-        except BaseException:
-            self._scheduler.reset()
-            self._active.abort([*self._active.by_sequence.values()])
-            raise
+        return self._core.step()
 
     def run(self, requests: Collection[Request], progress: bool | None = None) -> None:
         """Step until these requests have finished; an exception or Ctrl-C aborts them.
@@ -269,16 +244,22 @@ class Engine:
             Exception: an error that the model raised for one of them; the others have finished.
             ValueError: one of them was submitted to another engine.
         """
-        requests = [self._own_root("requests", each) for each in requests]
+        requests = [self._submitted_here(request) for request in requests]
         pending = {request for request in requests if request.generation is None}
+        hidden = None if progress is None else not progress
+        delay = 0 if progress else SECONDS_BEFORE_BAR
         try:
-            with open_bar(pending, progress) as bar:
+            with tqdm(total=len(pending), desc="generating", unit=" requests", disable=hidden, delay=delay) as bar:
+                num_tokens = 0
                 while pending:
-                    events = [event for event in self.step() if event.request in pending]
-                    pending = {request for request in pending if request.generation is None}
-                    advance_bar(bar, events, len(self._scheduler.running), len(self._scheduler.waiting))
+                    num_tokens += sum(event.request in pending for event in self.step())
+                    unfinished = {request for request in pending if request.generation is None}
+                    counts = {"tokens": num_tokens, "running": self.num_running, "waiting": self.num_waiting}
+                    bar.set_postfix(counts, refresh=False)
+                    bar.update(len(pending) - len(unfinished))
+                    pending = unfinished
         except BaseException:
-            self._active.abort(requests)
+            self._core.abort(requests)
             raise
         if failed := [index for index, request in enumerate(requests) if request.error is not None]:
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -292,8 +273,8 @@ class Engine:
         Raises:
             ValueError: it was submitted to another engine.
         """
-        self._own_root("request", request)
-        self._active.abort([request])
+        self._submitted_here(request)
+        self._core.abort([request])
 
     def stream(
         self, prompt: str | list[int], params: SamplingParams | None = None, session: Session | None = None
@@ -306,7 +287,7 @@ class Engine:
             ValueError: see `submit`.
             ArithmeticError: the model's logits were not finite.
         """
-        return self._events(self._request(prompt, params, session, streams_text=True))
+        return self._events(self._inputs.request(prompt, params, session, streams_text=True))
 
     def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
         """Compute a prompt into a session's cache without generating; `Session.feed` calls it.
@@ -314,16 +295,20 @@ class Engine:
         Raises:
             ValueError: see `submit`; nothing has run.
         """
-        sequence = self._sequence(session)
-        tokens = self._encode(prompt, begins_text=not sequence.tokens)
+        sequence = self._inputs.sequence(session)
+        tokens = self._inputs.encode(prompt, begins_text=not sequence.tokens)
         request = ForcedRequest(sequence, tokens, SamplingParams(max_new_tokens=1))
         (generation,) = self._run_together([request])
         sequence.next_prompt = len(sequence.tokens)
         return generation.stats
 
+    def stats(self, request: Request) -> GenerationStats:
+        """Measure the memory of a request that runs."""
+        return self._core.stats(request)
+
     def session(self) -> Session:
         """Start a session, whose cache stays between turns."""
-        return Session(self, self._active)
+        return Session(self, self._core)
 
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
         """Teacher-force continuations through the compressed cache, many at once.
@@ -356,20 +341,25 @@ class Engine:
         Raises:
             ValueError: see `score`; or there are not as many of each.
         """
-        prompts = listed("prompts", prompts, "texts or lists of token ids")
-        continuations = listed("continuations", continuations, "texts or lists of token ids")
+        _check_are_several(prompts)
+        _check_are_several(continuations)
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
         requests = []
         for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
-            tokens = self._encode(continuation, begins_text=False)
-            is_session = isinstance(prompt, Session)
-            sequence = self._sequence(prompt) if is_session else self._sequence(None, self._encode(prompt))
+            tokens = self._inputs.encode(continuation, begins_text=False)
+            if isinstance(prompt, Session):
+                sequence = self._inputs.sequence(prompt)
+            else:
+                sequence = self._inputs.sequence(None, self._inputs.encode(prompt))
             params = SamplingParams(max_new_tokens=len(tokens))
             requests.append(ForcedRequest(sequence, list(between), params, forced=Forced(tokens, keep)))
-            self._check_can_start(requests[-1])
-        every = zip(requests, self._run_together(requests), strict=True)
-        return [Scoring(torch.cat(request.forced.kept), generation.stats) for request, generation in every]
+            self._inputs.check_can_start(requests[-1])
+        generations = self._run_together(requests)
+        return [
+            Scoring(torch.cat(request.forced.kept), generation.stats)
+            for request, generation in zip(requests, generations, strict=True)
+        ]
 
     def _run_together(self, requests: Collection[Request], progress: bool | None = False) -> list[Generation]:
         """Start requests and run them to their end; none goes on if one cannot start."""
@@ -377,95 +367,21 @@ class Engine:
             for request in requests:
                 self._start(request)
         except BaseException:
-            self._active.abort(requests)
+            self._core.abort(requests)
             raise
         self.run(requests, progress)
         return [request.generation for request in requests if request.generation is not None]
 
-    def _request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None,
-        session: Session | None = None,
-        streams_text: bool = False,
-        context: str | list[int] | None = None,
-    ) -> Request:
-        """Check a request and put it together, behind a context of its own; nothing is queued, no session grows."""
-        kind = "SamplingParams(...), one for all prompts or a list of one for each"
-        params = SamplingParams() if params is None else of_kind("params", params, SamplingParams, kind)
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if max(tokens, default=0) >= self._vocab_size:
-                raise ValueError(f"{name}={tokens!r:.80}: the model knows 0 to {self._vocab_size - 1}, no other comes")
-        if params.prompt_logprobs is not None and self.policy is not None:
-            raise ValueError(
-                f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends, its own "
-                "tokens would be predicted from the full cache; use `score`, or no policy"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
-        sequence = self._sequence(session, None if context is None else self._encode(context))
-        if session is not None and params.n > 1:
-            raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
-        end = None if params.ignore_eos else self.model.generation_config.eos_token_id
-        ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
-        params = dataclasses.replace(params, stop_token_ids=tuple(each for each in ends if each >= 0))  # -1: none
-        needs_text = bool(params.stop) or (streams_text and self.tokenizer is not None)
-        request = Request(
-            sequence,
-            prompt=self._encode(prompt, begins_text=not sequence.tokens),
-            params=params,
-            generator=new_generator(params, self.cache.layout.ranks),
-            text_stream=TextStream(self.tokenizer, params.stop) if needs_text else None,
-        )
-        self._check_can_start(request)
-        return request
-
-    def _sequence(self, session: Session | None, context: list[int] | None = None) -> Sequence:
-        """Return the sequence that a request continues: a session's, or a new one that begins with a context."""
-        if session is not None:
-            if of_kind("session", session, Session, "what `session()` returned").engine is not self:
-                raise ValueError("the session is another engine's: give it to that one")
-            return session.idle_sequence()
-        sequence = Sequence([], next_logit_position=0)
-        if context is not None:
-            sequence.add_prompt(context)
-            sequence.next_prompt = len(sequence.tokens)
-        return sequence
-
-    def _encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
-        return encode(text, self.tokenizer, self._vocab_size, begins_text)
-
-    def _own_root(self, name: str, request: Request) -> Request:
-        """Return the request that was submitted here; another engine's names other sequences' blocks here."""
-        root = of_kind(name, request, Request, "what `submit` returned").root or request
-        if root.generation is None and root not in self._active:
+    def _submitted_here(self, request: Request) -> Request:
+        """Return the request that was submitted, of a continuation too; another engine's has other blocks."""
+        root = request.root or request
+        if root.generation is None and root not in self._core:
             raise ValueError("the request is another engine's, or has not begun: give it to that one")
         return root
 
-    def _check_can_start(self, request: Request) -> None:
-        self._active.check_is_idle(request.sequence)
-        self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
-
-    def _check_fits(self, num_tokens: int) -> None:
-        cache, limit = self.cache, context_length(self.model.config)
-        blocks = cache.blocks_for(num_tokens)
-        if not cache.grows and blocks > cache.allocator.num_blocks:
-            raise ValueError(
-                f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "
-                f"{cache.expected_ratio:g} that is expected, memory= holds {cache.allocator.num_blocks}: "
-                f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
-            )
-        if num_tokens > limit and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"a sequence may come to {num_tokens} tokens, the model is made for {limit} positions "
-                "(max_position_embeddings): what it predicts beyond them is not to be trusted",
-                stacklevel=2,
-            )
-
     def _start(self, request: Request) -> None:
-        self._check_can_start(request)
-        self._active.start(request)
+        self._inputs.check_can_start(request)
+        self._core.add(request)
 
     def _events(self, request: Request) -> Iterator[TokenEvent]:
         self._start(request)
@@ -480,11 +396,3 @@ class Engine:
                 raise request.error
         finally:
             self.abort(request)
-
-    def _outgrown_error(self, sequence: Sequence) -> OutOfBlocksError:
-        cache = self.cache
-        return OutOfBlocksError(
-            f"a sequence of {len(sequence.tokens)} tokens has outgrown the {cache.allocator.num_blocks} blocks that "
-            f"memory= holds: it holds {cache.slots(sequence.row or 0).double().mean():.0f} entries per head after "
-            f"{sequence.num_computed_tokens}; give more memory, or shorten it"
-        )

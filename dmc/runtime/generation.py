@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dmc.budget import achieved_ratio
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.sequence import Sequence
 from dmc.runtime.tally import Held
 
 FinishReason = Literal["length", "stop", "abort", "error"]
@@ -50,30 +49,36 @@ class GenerationStats:
     """Maximum over these positions; a policy's prompt may have held more before it was compressed."""
 
     @classmethod
-    def of(cls, sequence: Sequence, cache: PagedCache) -> GenerationStats:
-        """Measure a sequence in the cache."""
-        layout, row = cache.layout, sequence.row
+    def of(cls, cache: PagedCache, row: int | None, held: Held, num_preemptions: int = 0) -> GenerationStats:
+        """Measure the sequence in a row of the cache.
+
+        Args:
+            cache: the cache.
+            row: None: the sequence has no place in it.
+            held: sums over the positions of the sequence.
+            num_preemptions: how often it was preempted.
+        """
+        layout = cache.layout
         if row is None:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
-            return cls(0, slots, 0.0, 0, 0, 0, sequence.num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
+            return cls(0, slots, 0.0, 0, 0, 0, num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
         slots, used, allocated = cache.slots(row), cache.bytes_used(row), cache.bytes_allocated(row)
-        over, recent = sequence.held, min(sequence.num_computed_tokens, layout.delay)
-        entries, blocks, most = cache.tally.beyond(row, over, cache.lengths[:, row])
-        if not over.positions:
-            over = Held(1, sequence.num_computed_tokens, recent)
-        ranks, block, number = layout.ranks, cache.block_bytes, over.positions
+        tokens_seen = int(cache.tokens_seen[row])
+        recent = min(tokens_seen, layout.delay)
+        entries, blocks, most = cache.tally.beyond(row, held, cache.lengths[:, row])
+        if not held.positions:
+            held = Held(1, tokens_seen, recent)
+        ranks, block, number = layout.ranks, cache.block_bytes, held.positions
         return cls(
-            tokens_seen=sequence.num_computed_tokens,
+            tokens_seen=tokens_seen,
             slots=slots,
-            achieved_ratio=achieved_ratio(
-                sequence.num_computed_tokens, slots.shape[0], slots.shape[1], int(slots.sum())
-            ),
+            achieved_ratio=achieved_ratio(tokens_seen, slots.shape[0], slots.shape[1], int(slots.sum())),
             bytes_used=used,
             bytes_allocated=allocated,
             bytes_fast=cache.bytes_fast(row),
-            num_preemptions=sequence.num_preemptions,
-            mean_tokens_seen=over.tokens / number,
-            mean_slots=slots + ranks.all_gather(entries.cpu(), -1).double() / number + over.recent / number - recent,
+            num_preemptions=num_preemptions,
+            mean_tokens_seen=held.tokens / number,
+            mean_slots=slots + ranks.all_gather(entries.cpu(), -1).double() / number + held.recent / number - recent,
             mean_bytes_used=used + ranks.all_reduce(int(entries.sum())) * block / cache.block_size / number,
             mean_bytes_allocated=allocated + ranks.all_reduce(blocks) * block / number,
             peak_bytes_allocated=allocated + ranks.all_reduce(most) * block,

@@ -13,9 +13,9 @@ from dmc.compression import DecidedTokens
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.layer_attention import CacheAttention
+from dmc.runtime.model_view import layout_of
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
-from dmc.runtime.runner import layout_of
 
 
 class PagedGenerationCache(Cache):
@@ -46,7 +46,7 @@ class PagedGenerationCache(Cache):
             self._begin(tokens.value, attention_mask)
         assert self._forward is not None and self._real is not None
         real = self._real
-        flat = DecidedTokens(*(_flatten(getattr(tokens, each.name), real) for each in dataclasses.fields(tokens)))
+        flat = DecidedTokens(*(_flatten(getattr(tokens, field.name), real) for field in dataclasses.fields(tokens)))
         attended = torch.zeros_like(tokens.query)
         attended.transpose(1, 2)[real] = self._forward.attend(layer_index, flat, scaling)[0].transpose(0, 1)
         if layer_index == self._layout.num_layers - 1:

@@ -15,26 +15,11 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.pages import gather_pages
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
-from dmc.runtime.arguments import index_of
 from dmc.runtime.field_store import FieldStore
 from dmc.runtime.slow_pool import CopyStream, SlowPool
 from dmc.runtime.tally import Tally
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Entries per page; 256 is there for flash-attn 2, which takes no smaller ones."""
 FIRST_POOL_BLOCKS = 256
-
-
-def check_block_size(block_size: int) -> int:
-    """Return entries of a page as an int.
-
-    Raises:
-        ValueError: it is not one of `BLOCK_SIZES`.
-    """
-    if (size := index_of(block_size)) not in BLOCK_SIZES:
-        raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
-    assert size is not None
-    return size
 
 
 @dataclass(eq=False)
@@ -55,7 +40,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Beside its blocks."""
-        return sum(each.numel() * each.element_size() for each in self.states.values())
+        return sum(state.numel() * state.element_size() for state in self.states.values())
 
 
 class PagedCache:
@@ -64,9 +49,6 @@ class PagedCache:
     Rows are sequences. The pool grows on demand when `num_blocks` is None, else it is fixed. All tensors of a row are
     allocated whether it is used or not; `bytes_allocated` is one sequence's share. What fills a batch up writes into a
     scratch row, of no sequence, whose heads share one block behind the pool.
-
-    Raises:
-        ValueError: the block size is not one of `BLOCK_SIZES`.
     """
 
     def __init__(
@@ -77,24 +59,22 @@ class PagedCache:
         num_blocks: int | None = None,
         has_scratch_row: bool = False,
     ):
-        block_size = check_block_size(block_size)
         self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
         self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
         self.scratch_row = max_sequences if has_scratch_row else None
         size = layout.num_layers, max_sequences + has_scratch_row
-        num_pages = self.allocator.num_blocks + has_scratch_row
-        self.fields = FieldStore(layout.fields, *size, num_pages, block_size, layout.device)
+        num_blocks = self.allocator.num_blocks + has_scratch_row
+        self.fields = FieldStore(layout.fields, *size, num_blocks, block_size, layout.device)
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
         if layout.offloaded:
-            shape, lane = (layout.num_kv_heads, 2, layout.head_dim), CopyStream(layout.device)
-            sizes = layout.num_layers, max_sequences, block_size
-            self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, lane)
+            shape, sizes = (layout.num_kv_heads, 2, layout.head_dim), (layout.num_layers, max_sequences, block_size)
+            self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, CopyStream(layout.device))
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
         self.tally = Tally((*size, layout.num_kv_heads), block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self.place = -1
-        """Another number whenever tensors of the cache have moved."""
+        """Changes whenever tensors of the cache have moved."""
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
@@ -172,7 +152,7 @@ class PagedCache:
 
     def blocks_only_in(self, snapshots: Iterable[Snapshot]) -> int:
         """Blocks that these alone hold."""
-        blocks = [self._blocks_of(each.states["block_tables"], each.states["lengths"]) for each in snapshots]
+        blocks = [self._blocks_of(taken.states["block_tables"], taken.states["lengths"]) for taken in snapshots]
         if not blocks:
             return 0
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
@@ -195,9 +175,9 @@ class PagedCache:
             closed = (lengths - 1).clamp_min(0) // self.block_size
         else:
             closed = lengths // self.block_size
-        place = torch.arange(tables.shape[-1], device=tables.device)
-        is_shared = place < closed[..., None]
-        is_open = (place < -(-lengths // self.block_size)[..., None]) & ~is_shared
+        index = torch.arange(tables.shape[-1], device=tables.device)
+        is_shared = index < closed[..., None]
+        is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
         old = tables[is_open].long()
         missing = old.numel() - self.allocator.num_free
         if missing > 0:
@@ -234,13 +214,13 @@ class PagedCache:
         return self._layers[index]
 
     def _view(self, index: int) -> LayerCache:
-        fields, own = self.fields, {each.name for each in self.layout.policy_fields}
+        fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
-            entry_metadata={name: fields[name] for name in fields.names("slot") if name in own},
-            **{name: fields[name] for name in fields.names("slot") if name not in own},
-            **{name: fields[name][index] for name in fields.names("row") if name not in own},
+            entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
+            **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
+            **{name: fields[name][index] for name in fields.names("row") if name not in of_policy},
         )
 
     def fits(self, rows: list[int], num_new: list[int], others: int = 0) -> bool:
@@ -303,8 +283,7 @@ class PagedCache:
                 self._count_free()
         self._fed_since_known[rows] += torch.tensor(num_new)
         most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
-        capacity, wanted = self.block_tables.shape[-1], -(-most_tokens // self.block_size)
-        if wanted > capacity:
+        if (wanted := -(-most_tokens // self.block_size)) > (capacity := self.block_tables.shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * capacity))
             self._move()
 
@@ -351,9 +330,8 @@ class PagedCache:
 
     def _most_taken(self, num_computed_tokens: Tensor) -> int:
         """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
-        return (
-            self.layout.num_layers * self.layout.num_kv_heads * int((-(-num_computed_tokens // self.block_size)).sum())
-        )
+        blocks = int((-(-num_computed_tokens // self.block_size)).sum())
+        return self.layout.num_layers * self.layout.num_kv_heads * blocks
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""

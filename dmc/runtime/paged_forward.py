@@ -1,16 +1,28 @@
-"""One forward pass over the paged cache: serves the attention layers, one after the other."""
+"""One forward pass over the paged cache: it serves the attention layers, one after the other, stock ones too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.layer_attention import CacheAttention, RotaryTables
 from dmc.runtime.paged_cache import PagedCache
+
+STOCK_ATTENTION = "dmc_paged"
+HARMLESS = {
+    "position_ids": "queries and keys are rotated already",
+    "output_attentions": "a wish to see the weights, which the engine never has",
+    "output_router_logits": "of the model, not of attention",
+    "use_cache": "the engine says no: its cache is not the model's",
+}
+"""Keywords that do not change the attention's result, and why."""
 
 
 class PagedForward:
@@ -111,3 +123,56 @@ class PagedForward:
 def flat(states: Tensor) -> Tensor:
     """View [1, heads, T, ...] as [T, heads, ...]."""
     return states[0].transpose(0, 1)
+
+
+@torch.compiler.disable
+def stock_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    paged_cache: PagedForward | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through the engine's cache; query and key are rotated already. No part of compiled layers.
+
+    Args: as transformers gives them to an attention function: query [1, H_q, T, D], key and value [1, H, T, D];
+        `paged_cache` is the keyword that the engine adds to the model's own.
+    Returns:
+        [1, T, H_q, D], and no weights.
+    Raises:
+        NotImplementedError: the model asks for more than full causal attention, or does not hand on the cache.
+    """
+    config: Any = module.config
+    if sliding_window is not None and sliding_window >= config.max_position_embeddings:
+        sliding_window = None
+    asked = {
+        "attention_mask": attention_mask,
+        "dropout": dropout or None,
+        "is_causal": False if is_causal is False else None,
+        "sliding_window": sliding_window,
+        **{name: value for name, value in kwargs.items() if name not in HARMLESS},
+    }
+    for name, wish in asked.items():
+        if wish is not None:
+            shown = tuple(wish.shape) if isinstance(wish, Tensor) else wish
+            raise NotImplementedError(
+                f"layer {module.layer_idx} of this {config.model_type} model asks its attention for {name}={shown}, "
+                "which the paged cache does not serve"
+            )
+    if paged_cache is None:
+        raise NotImplementedError(
+            f"this {config.model_type} model does not hand keywords on to its attention, so that its layers cannot "
+            "find the paged cache"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attended = paged_cache.attend_plain(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(STOCK_ATTENTION, stock_attention)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,33 +83,22 @@ def pool_bytes(
 
     Args:
         memory: bytes as a whole number, a fraction of the device's free memory as a float, "auto", "auto/3" as one of
-            three engines that share it, or None.
+            three engines that share it, or None; checked by `EngineOptions`.
         device: device of the pages, which already holds the weights.
         most: upper limit of "auto" in bytes.
         activations: memory that "auto" leaves for passes.
     Returns:
         Bytes for pages; None: no limit.
-    Raises:
-        ValueError: the setting is none of these, or out of range.
     """
-    if memory is None:
-        return None
-    if isinstance(memory, str) and (auto := re.fullmatch(r"auto(?:/([1-9]\d*))?", memory)):
-        free = free_bytes(device)
-        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // int(auto[1] or 1)
+    if isinstance(memory, str):
+        free, engines = free_bytes(device), int(memory.partition("/")[2] or 1)
+        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines
         chosen = min(activations.room(usable), most)
         logger.info(
             "memory=%s: %d bytes for the cache's pages, of %d that are free on %s", memory, chosen, free, device
         )
         return chosen
-    if isinstance(memory, float) and 0 < memory <= 1:
-        return int(memory * free_bytes(device))
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    raise ValueError(
-        f"memory={memory!r}: expected a whole number of bytes > 0, a float in (0, 1] (fraction of the free memory), "
-        "'auto', or None (grow as needed)"
-    )
+    return int(memory * free_bytes(device)) if isinstance(memory, float) else memory
 
 
 def free_bytes(device: torch.device) -> int:

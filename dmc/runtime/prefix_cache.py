@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from dmc.runtime.paged_cache import PagedCache, Snapshot
-from dmc.runtime.sequence import Sequence
+from dmc.runtime.request import Sequence
 
 LEAST_BLOCKS = 4
 """Minimum blocks of a reused prefix: recomputing a shorter one is no slower than finding and copying it."""
@@ -52,14 +52,14 @@ class PrefixCache:
 
     def note(self, sequence: Sequence) -> None:
         """Remember a prompt, and where it diverges from earlier ones."""
-        hashes, parting = self._hashes(sequence, _most(sequence)), 0
-        for number, each in enumerate(hashes, 1):
-            if each in self._seen:
-                parting = number
-            self._seen.setdefault(each, False)
-            self._seen.move_to_end(each)
-        if parting >= LEAST_BLOCKS:
-            self._seen[hashes[parting - 1]] = True
+        hashes, num_shared = self._hashes(sequence, _most(sequence)), 0
+        for number, block_hash in enumerate(hashes, 1):
+            if block_hash in self._seen:
+                num_shared = number
+            self._seen.setdefault(block_hash, False)
+            self._seen.move_to_end(block_hash)
+        if num_shared >= LEAST_BLOCKS:
+            self._seen[hashes[num_shared - 1]] = True
         while len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
 
@@ -90,14 +90,16 @@ class PrefixCache:
 
     def waits(self, sequence: Sequence, others: list[Sequence]) -> bool:
         """Whether others are about to compute a longer prefix of a sequence than it could reuse now."""
-        own = self._hashes(sequence, _most(sequence))
+        hashes = self._hashes(sequence, _most(sequence))
         for other in others:
             if other.num_waiting == 1:
                 continue
-            theirs = self._hashes(other, _most(other))
+            other_hashes = self._hashes(other, _most(other))
             # a hash covers all earlier blocks too: from the first difference on, all differ
-            common = bisect_left(range(min(len(own), len(theirs))), True, key=lambda i: own[i] != theirs[i])
-            if common < LEAST_BLOCKS or not self._seen.get(own[common - 1]):
+            common = bisect_left(
+                range(min(len(hashes), len(other_hashes))), True, key=lambda i: hashes[i] != other_hashes[i]
+            )
+            if common < LEAST_BLOCKS or not self._seen.get(hashes[common - 1]):
                 continue
             if max(other.num_computed_tokens, sequence.num_computed_tokens) < common * self._block_size:
                 return True
@@ -127,9 +129,9 @@ class PrefixCache:
         self._add(sequence, self._cache.snapshot(sequence.row, moves=True))
         return True
 
-    def reclaim(self, spared: int = 0) -> bool:
-        """Drop the least recently used snapshot; False: only the `spared` most recently used are left."""
-        if len(self._keys) <= spared:
+    def reclaim(self, keep: int = 0) -> bool:
+        """Drop the least recently used snapshot; False: only the `keep` most recently used are left."""
+        if len(self._keys) <= keep:
             return False
         self._forget(next(iter(self._keys)))
         return True
@@ -139,7 +141,7 @@ class PrefixCache:
         cache = self._cache
         most = 2 * cache.blocks_only_in(self) >= cache.allocator.num_blocks
         # each rank's pool grows by itself, but all must decide alike
-        return bool(cache.layout.ranks.all_reduce(most, "max")) and self.reclaim(spared=1)
+        return bool(cache.layout.ranks.all_reduce(most, "max")) and self.reclaim(keep=1)
 
     def empty(self) -> None:
         """Drop all snapshots."""
@@ -156,7 +158,7 @@ class PrefixCache:
         hashes, tail = self._hashes(sequence, end), tuple(sequence.tokens[end - end % self._block_size : end])
         keys: set[Key] = {(hashes[-1], tail)}
         if self._cache.layout.compression is None:
-            keys |= {(each, ()) for each in hashes[LEAST_BLOCKS - 1 :]}
+            keys |= {(block_hash, ()) for block_hash in hashes[LEAST_BLOCKS - 1 :]}
         self._keys[snapshot] = list(keys)
         for here, rest_of_it in keys:
             old = self._found.setdefault(here, {}).get(rest_of_it)
@@ -167,7 +169,7 @@ class PrefixCache:
                     self._forget(old)
         most = MOST_STATES * self._cache.allocator.num_blocks * self._cache.block_bytes
         ranks = self._cache.layout.ranks  # the size of a state differs between ranks, and all must keep the same
-        while ranks.all_reduce(int(sum(each.num_bytes for each in self) > most), "max") and self.reclaim():
+        while ranks.all_reduce(int(sum(snapshot.num_bytes for snapshot in self) > most), "max") and self.reclaim():
             pass
 
     def _forget(self, snapshot: Snapshot) -> None:

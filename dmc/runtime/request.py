@@ -1,19 +1,142 @@
-"""One request on its way through the engine, and the news of it."""
+"""A request: the tokens of its sequence and their place in the cache, its sampling parameters, state and events."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmc.runtime.forced import Forced, of_most_likely
-from dmc.runtime.generation import FinishReason, Generation, GenerationStats
-from dmc.runtime.sampling import History, SamplingParams, next_uniform
-from dmc.runtime.sequence import Sequence
+from dmc.kernels.batch import GENERATED, Phase
+from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Step
+from dmc.runtime.options import SamplingParams
+from dmc.runtime.sampling import History, next_uniform
+from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A growing list of tokens; computed ones are in the cache, at `row`, until it is preempted."""
+
+    tokens: list[int]
+    """Prompts and continuations so far."""
+    next_logit_position: int
+    """First position whose logits are still needed."""
+    kept: bool = False
+    """Whether it stays in the cache when it has nothing to feed, for a session's next turn."""
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """Begin and end of each turn's prompt; a policy treats all other tokens as generated, one after the other."""
+    next_prompt: int = 0
+    """Begin of the next turn's prompt: the last generated token, which is not fed yet, or the end."""
+    row: int | None = None
+    """Cache row; None: nothing is cached."""
+    num_computed_tokens: int = 0
+    """Number of leading tokens that are cached."""
+    blocks_to_return: int = 0
+    """Blocks that must be free before it continues after a preemption; 0: it was not preempted."""
+    num_reused: int = 0
+    """Number of the last turn's tokens that the prefix cache provided."""
+    num_preemptions: int = 0
+    """Number of preemptions since the last turn ended."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its first 1, 2, ... whole blocks of tokens, as far as the prefix cache needed them."""
+    held: Held = field(default_factory=Held)
+    """Memory at the positions predicted since the last turn ended."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of tokens that are known but not yet fed."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def prompt_end(self) -> int:
+        """End of the prompt that is being fed, or was fed last; 0 before any."""
+        return max((end for begin, end in self.prompts if begin <= self.num_computed_tokens), default=0)
+
+    def copy(self) -> Sequence:
+        """Return a new sequence with the same tokens and nothing in the cache."""
+        other = replace(self, held=replace(self.held), row=None, num_computed_tokens=0)
+        other.tokens, other.prompts, other.hashes = [*self.tokens], [*self.prompts], [*self.hashes]
+        return other
+
+    def add_prompt(self, tokens: list[int]) -> None:
+        """Append a turn's prompt; an aborted, unanswered prompt before it becomes a part of it."""
+        if self.prompts and self.prompts[-1][1] > self.next_prompt:
+            self.prompts.pop()
+        self.tokens += tokens
+        self.prompts.append((self.next_prompt, len(self.tokens)))
+
+    def stretch(self) -> tuple[int, Phase]:
+        """Return how many of the next tokens share a phase, and the phase."""
+        for begin, end in self.prompts:
+            if begin <= self.num_computed_tokens < end:
+                first = Phase.FIRST if self.num_computed_tokens == begin else GENERATED
+                return end - self.num_computed_tokens, Phase.PROMPT | first
+            if self.num_computed_tokens < begin:
+                return begin - self.num_computed_tokens, GENERATED
+        return self.num_waiting, GENERATED
+
+
+Keep = Callable[[Tensor, Tensor], Tensor]
+"""Reduces log-probabilities, float32 [n, vocab], given the true tokens, int64 [n]."""
+
+
+def of_all_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Keep everything, [n, vocab]."""
+    return logprobs
+
+
+def of_given_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Keep the log-probability of each true token, [n]."""
+    return logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def of_most_likely(count: int) -> Keep:
+    """Keep each true token's log-probability, and the most likely tokens with theirs, float64 [n, 1 + 2 count]."""
+
+    def keep(logprobs: Tensor, tokens: Tensor) -> Tensor:
+        values, indices = logprobs.topk(min(count, logprobs.shape[-1]))
+        pairs = torch.stack((indices.double(), values.double()), dim=-1).flatten(1)
+        return torch.cat((of_given_tokens(logprobs, tokens)[:, None], pairs), dim=-1)
+
+    return keep
+
+
+@dataclass
+class Forced:
+    """Tokens that are given, in their order, and what is kept of the predictions so far."""
+
+    tokens: list[int]
+    keep: Keep = of_all_tokens
+    kept: list[Tensor] = field(default_factory=list)
+    num_predicted: int = 0
+
+    def take(self, logits: Tensor) -> int:
+        """Reduce and keep predictions, [n, vocab], of the next tokens; return how many of these are given."""
+        tokens = self.tokens[self.num_predicted : self.num_predicted + len(logits)]
+        if tokens:
+            logprobs = logits[: len(tokens)].float().log_softmax(-1)
+            self.kept.append(self.keep(logprobs, torch.tensor(tokens, device=logits.device)))
+            self.num_predicted += len(tokens)
+        return len(tokens)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all kept values are finite."""
+        return all(not values.isnan().any() for values in self.kept)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The tokens that have been predicted, of which `of_most_likely` has kept what is reported."""
+        rows = [row for values in self.kept for row in values.tolist()]
+        return [
+            (token, given, dict(zip(map(int, top[::2]), top[1::2], strict=True)))
+            for token, (given, *top) in zip(self.tokens, rows, strict=False)
+        ]
 
 
 class TokenEvent(NamedTuple):
@@ -89,7 +212,7 @@ class Request:
         return other
 
     @property
-    def own_tokens(self) -> list[int]:
+    def new_tokens(self) -> list[int]:
         """The continuation so far."""
         tokens = self.sequence.tokens
         return tokens[len(tokens) - len(self.logprobs) :]
@@ -98,7 +221,7 @@ class Request:
         """Return the tokens so far on the device where the next one's logits depend on them; kept from then on."""
         if self._history is None and self.params.changes_logits:
             tokens, count = self.sequence.tokens, len(self.logprobs)
-            self._history = History(tokens[: len(tokens) - count], self.own_tokens, vocab_size, device)
+            self._history = History(tokens[: len(tokens) - count], self.new_tokens, vocab_size, device)
         return self._history
 
     @property
@@ -142,7 +265,7 @@ class Request:
 
     def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
         """Put the generation together."""
-        tokens = self.own_tokens
+        tokens = self.new_tokens
         text: str | None
         if self.text_stream is not None and (self.text_stream.stopped or reason == "error"):  # maybe the tokenizer's
             text = "".join(self.text_stream.pieces)
@@ -155,7 +278,7 @@ class Request:
             prompt_top_logprobs=[top for _, _, top in prompt_steps],
         )
         root = self.root or self
-        outcomes = [each.outcome for each in root.branches if each.outcome is not None]
+        outcomes = [branch.outcome for branch in root.branches if branch.outcome is not None]
         if len(outcomes) == len(root.branches):
             root.generation = replace(outcomes[0], alternatives=outcomes[1:])
 

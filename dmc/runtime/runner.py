@@ -1,134 +1,127 @@
-"""The model and its cache: chunks of sequences in, logits out."""
+"""Forward passes: chunks of sequences in, logits out; steps that only decode can be recorded and replayed."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmc.compression import CompressionConfig, rotate
-from dmc.compression.full_attention import refuse_other_attention
+from dmc.compression import rotate
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
-from dmc.policies.layer_attention import CacheAttention, RotaryTables
-from dmc.ranks import ALONE
-from dmc.runtime.decode_step import DecodeSteps, Record
-from dmc.runtime.lent_forwards import backend_linears, compiled_for_any_number, compiled_layers
+from dmc.policies.layer_attention import CacheAttention
+from dmc.runtime import model_view
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.sampling import Choice, Sampling, choose
 from dmc.runtime.scheduler import ScheduledChunk
-from dmc.runtime.stock_attention import StockAttention
 from dmc.runtime.tally import SlotIndex
 
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Turns a function whose inputs and outputs stay at the same addresses into one that replays its kernels."""
 
-def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
-    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy its fields.
+READING_ROPE = ("dynamic", "longrope")
+"""Types of RoPE whose tables the host chooses by the positions."""
 
-    Raises:
-        NotImplementedError: a stock model's attention is not full causal attention.
+
+class GpuRecorder:
+    """Records steps as CUDA graphs that share one memory pool; recording runs no kernel of the step."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Record`."""
+        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def why_not_recorded(layout: Any, policy: Any, config: Any) -> str | None:
+    """Return why decode steps cannot be recorded as CUDA graphs; None if they can."""
+    if layout.device.type != "cuda":
+        return f"the model is on {layout.device}, not on a GPU"
+    if policy is not None:
+        return f"{type(policy).__name__} reads the scores it evicts by on the host"
+    if layout.ranks.size > 1:
+        return "the model is split over several processes"
+    if any(kind in str(getattr(config, "rope_parameters", None)) for kind in READING_ROPE):
+        return f"the host chooses RoPE tables by position ({', '.join(READING_ROPE)})"
+    return None
+
+
+def bucket_of(count: int, most: int) -> int:
+    """Round a number of sequences up to a power of two, at most `most`, so that few sizes are recorded."""
+    return min(1 << (count - 1).bit_length(), most)
+
+
+class DecodeSteps:
+    """Computes one token of each sequence and chooses the next ones; each bucket of batch sizes is recorded once.
+
+    Rows of a bucket beyond the given sequences write to the cache's scratch row. The first step of a bucket runs
+    eagerly, which also compiles kernels at their first use; the second is recorded. All recordings are dropped when the
+    cache's tensors have moved.
+
+    Args:
+        run: function of token ids [1, S], their batch, and `Sampling`'s settings on the device, width and number of
+            reported tokens (None: return logits); it returns the choices or logits of S or more rows, does not wait for
+            the device, and allocates nothing that outlives the call.
+        record: recorder of a step.
+        most: sequences of the largest bucket; the scratch row follows theirs.
+        device: device of the model.
     """
-    config = model.config
-    compression = getattr(config, "compression", None)
-    if compression is None:
-        refuse_other_attention(config)
-    parameter = next(model.parameters())
-    ranks = getattr(model, "ranks", ALONE)
-    num_kv_heads = config.num_key_value_heads // ranks.size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = CacheLayout(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=parameter.dtype,
-        device=parameter.device,
-        compression=None if compression is None else CompressionConfig.from_dict(compression),
-        ranks=ranks,
-        num_query_heads=config.num_attention_heads // ranks.size,
-    )
-    if policy is None:
-        return layout
-    offloaded = policy.offloaded(layout.num_layers)
-    return dataclasses.replace(layout, policy_fields=policy.fields(layout), offloaded=offloaded)
 
+    def __init__(self, run: Callable[..., Tensor], record: Record, most: int, device: torch.device) -> None:
+        self._run, self._record, self._most, self._device = run, record, most, device
+        self._steps: dict[Any, tuple[Tensor, Callable[[], Tensor], bool]] = {}
+        self._place: object = None
 
-def fit_policy(
-    model: Any, policy: CachePolicy, block_size: int = 16, prefill_chunk_size: int | None = None
-) -> CachePolicy:
-    """Return the policy with what depends on the model filled in.
+    def __call__(
+        self, tokens: list[int], rows: list[int], positions: list[int], sampling: Sampling | None, place: object
+    ) -> Tensor:
+        """Run a step; recordings stay valid while `place` stays equal. The next call overwrites the result."""
+        if place != self._place:
+            self._steps, self._place = {}, place
+        size = bucket_of(len(tokens), self._most)
+        mode = None if sampling is None else (sampling.width, sampling.num_top)
+        if (size, mode) not in self._steps:
+            inputs = torch.zeros(8, size, dtype=torch.float64, device=self._device)
+            self._steps[size, mode] = inputs, functools.partial(self._step, inputs, mode), False
+        else:
+            inputs, step, is_recorded = self._steps[size, mode]
+            if not is_recorded:
+                self._steps[size, mode] = inputs, self._record(step), True
+        given = torch.zeros(8, size, dtype=torch.float64)
+        given[1] = self._most
+        given[:3, : len(tokens)] = torch.tensor([tokens, rows, positions])
+        if sampling is not None:
+            given[3:, : len(tokens)] = sampling.settings
+        inputs.copy_(given, non_blocking=True)
+        return self._steps[size, mode][1]()
 
-    Raises:
-        TypeError: it is no policy.
-        ValueError: the model cannot be served with it: several processes share it, or it compresses by itself and the
-            policy acts while generating, or lacks what the options name; or prompts are to be cut inside what the
-            policy takes together.
-    """
-    if not isinstance(policy, CachePolicy):
-        raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
-    if getattr(model.config, "compression", None) is not None and not policy.serves_compressed:
-        raise ValueError(
-            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
-            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
-        )
-    if getattr(model, "ranks", ALONE).size > 1:
-        raise ValueError("a policy cannot be used with a model that several processes share: use one process")
-    chunk = policy.prompt_chunk
-    if chunk is not None and prefill_chunk_size is not None and prefill_chunk_size % chunk:
-        raise ValueError(
-            f"prefill_chunk_size={prefill_chunk_size}: {type(policy).__name__} takes {chunk} tokens of a prompt "
-            f"together; give a multiple of {chunk}, or None"
-        )
-    return policy.fitted(model.config.num_hidden_layers, block_size)
-
-
-def rotary_of(model: Any) -> RotaryTables:
-    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D].
-
-    It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
-    the policies that ask for tables would turn its keys wrongly.
-    """
-    check = functools.cache(lambda: _check_rotates_by_halves(model))
-
-    def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        check()
-        rotary = model.model.rotary_emb
-        cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
-        return cos / rotary.attention_scaling, sin / rotary.attention_scaling
-
-    return tables
-
-
-def _check_rotates_by_halves(model: Any) -> None:
-    attention = next(module for module in model.modules() if hasattr(module, "q_proj") or hasattr(module, "qkv_proj"))
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    layout = layout_of(model)
-    states = torch.linspace(-1, 1, 2 * layout.head_dim, device=layout.device).view(1, 1, 2, -1)
-    angles = torch.linspace(0, 1, layout.head_dim // 2, device=layout.device).view(1, 1, -1).expand(1, 2, -1)
-    cos, sin = (each.repeat(1, 1, 2) for each in (angles.cos(), angles.sin()))
-    turned = rotate(states, cos, sin)
-    partly = getattr(model.config, "partial_rotary_factor", None) or (model.config.rope_parameters or {}).get(
-        "partial_rotary_factor", 1.0
-    )
-    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1])
-    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, cos, sin)[1], turned):
-        raise NotImplementedError(
-            "the policy turns keys further by RoPE, which is written for models that rotate all channels of all "
-            f"layers by halves, as Llama does; this {model.config.model_type} model does not"
-        )
+    def _step(self, inputs: Tensor, mode: tuple[int, int] | None) -> Tensor:
+        tokens, rows, positions = inputs[:3].long()
+        batch = ForwardBatch.of_ones(len(rows), self._device, rows, positions)
+        return self._run(tokens[None], batch, inputs[3:], mode)
 
 
 class Runner:
     """Feeds chunks to a model, compressed or stock, in one row without padding.
 
     Args:
-        model: causal LM; while a pass runs its linear layers ask the backend, a stock one's attention the paged cache.
+        model: causal LM. Passes run a view of it, whose linear layers call the backend and, in a stock model, whose
+            attention uses the paged cache; the model itself stays as it is.
         cache: where it keeps keys and values.
         kernels: backend name, "auto" picks.
         policy: what a stock model's cache keeps, or reads; None: all, or what a compressed model's gates decide.
@@ -137,7 +130,7 @@ class Runner:
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
-        NotImplementedError: a stock model's attention is not full causal attention.
+        NotImplementedError: a stock model has attention sinks.
     """
 
     def __init__(
@@ -149,19 +142,26 @@ class Runner:
         record: Record | None = None,
         compiles: bool = False,
     ) -> None:
-        self.model, self.cache = model, cache
+        self.model: Any = model
+        self.cache = cache
         layout = cache.layout
         dtype = layout.page_dtype or layout.dtype
         backend = choose_backend(kernels, dtype, layout.head_dim, cache.block_size, layout.device)
         is_stock = layout.compression is None
         self._rotary = None if is_stock else model.rotary_tables
-        self._linear = backend_linears(backend, model)
-        self._compiled = compiled_layers(model) if compiles else None
-        self._compiled_rotate = compiled_for_any_number(rotate) if compiles else rotate
-        self._stock = StockAttention(model) if is_stock else contextlib.nullcontext()
-        rotary = self._rotary or rotary_of(model)
+        self._view = self._decoding_view = model_view.view_of(model)
+        if is_stock:
+            model_view.use_paged_attention(self._view)
+        self._rotate = rotate
+        self._graph_settings: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if compiles:
+            self._decoding_view = model_view.view_of(self._view)
+            model_view.compile_layers(self._decoding_view)
+            self._rotate = model_view.compiled_for_any_number(rotate)
+            self._graph_settings = model_view.general_graphs
+        model_view.use_backend_linear(self._view, backend)
+        rotary = self._rotary or model_view.rotary_of(model)
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
-
         self._decode_steps = None
         if record is not None:
             assert cache.scratch_row is not None
@@ -188,7 +188,7 @@ class Runner:
         self._attention.tokens = {chunk.sequence.row or 0: chunk.sequence.tokens for chunk in chunks}
         if self._decode_steps is not None and self.is_recorded(chunks):
             self.cache.tally.watch([], [])
-            tokens = [each.tokens[0] for each in chunks]
+            tokens = [chunk.tokens[0] for chunk in chunks]
             logits = self._decode_steps(tokens, rows, begins, sampling, self.cache.place)
             logits = logits[: len(rows)] if sampling is None else logits
         else:
@@ -205,7 +205,7 @@ class Runner:
     def _pass_of(self, chunks: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
         """Put a pass together out of what the host knows."""
         device, tally = self.cache.layout.device, self.cache.tally
-        phases, prompt_ends = [each.phase for each in chunks], [each.sequence.prompt_end for each in chunks]
+        phases, prompt_ends = [chunk.phase for chunk in chunks], [chunk.sequence.prompt_end for chunk in chunks]
         batch = ForwardBatch(rows, begins, counts, device, phases, prompt_ends)
         tokens: list[int] = []
         wanted: list[int] = []
@@ -216,14 +216,15 @@ class Runner:
         ones = tally.index(_rows_of([chunk for chunk in chunks if chunk.num_logits == 1]))
         many = tally.index(_rows_of(several))
         tally.watch(
-            _rows_of(several), [each.sequence.num_computed_tokens + each.first_logit_position for each in several]
+            _rows_of(several),
+            [chunk.sequence.num_computed_tokens + chunk.first_logit_position for chunk in several],
         )
         logits_of = torch.tensor(wanted, dtype=torch.long, device=device)
         return self._pass(torch.tensor([tokens], device=device), batch, logits_of, ones, many)
 
     def is_recorded(self, chunks: list[ScheduledChunk]) -> bool:
         """Whether a step over these chunks is recorded: one that only decodes."""
-        return self._decode_steps is not None and all(len(each.tokens) == each.num_logits == 1 for each in chunks)
+        return self._decode_steps is not None and all(len(chunk.tokens) == chunk.num_logits == 1 for chunk in chunks)
 
     def packed(self, choice: Choice) -> Tensor:
         """Lay out all that the host reads of a step: `Choice.as_rows` and a row of free blocks, [S + 1, columns]."""
@@ -243,12 +244,15 @@ class Runner:
         self, tokens: Tensor, batch: ForwardBatch, logits_of: Tensor | int, ones: SlotIndex, many: SlotIndex
     ) -> Tensor:
         """Run the model over the cache, with blocks reserved; count what rows hold after one token and after many."""
-        compiled = self._compiled if batch.most_new == 1 else None
-        turn = rotate if compiled is None else self._compiled_rotate
-        forward, tally = PagedForward(self.cache, self._attention, batch, self._rotary, turn), self.cache.tally
+        decodes, tally = batch.most_new == 1, self.cache.tally
+        turn = self._rotate if decodes else rotate
+        forward = PagedForward(self.cache, self._attention, batch, self._rotary, turn)
         asked = {"position_ids": forward.position_ids, "paged_cache": forward, "use_cache": False}
-        with compiled or self._linear, self._stock:
-            output = self.model(tokens, logits_to_keep=logits_of, **asked)
+        if decodes:
+            with self._graph_settings():
+                output = self._decoding_view(tokens, logits_to_keep=logits_of, **asked)
+        else:
+            output = self._view(tokens, logits_to_keep=logits_of, **asked)
         forward.finish()
         self._attention.finish(self._feed)
         tally.count_last(ones, self.cache.lengths, adds=True)
@@ -260,8 +264,7 @@ class Runner:
         device = self.cache.layout.device
         positions = torch.arange(first_position, first_position + len(tokens), device=device)[None]
         asked = {"position_ids": positions, "paged_cache": paged_cache, "use_cache": False, "logits_to_keep": 1}
-        with self._linear, self._stock:
-            self.model(torch.tensor([tokens], device=device), **asked)
+        self._view(torch.tensor([tokens], device=device), **asked)
 
     def _check_place(self) -> None:
         layout, parameter = self.cache.layout, next(self.model.parameters())

@@ -2,117 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmc.ranks import Ranks
-from dmc.runtime.arguments import index_of, real_number, whole_number
-
-RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda number: number >= 0, "a number >= 0 (0 is greedy)"),
-    "top_p": (lambda number: 0 < number <= 1, "a number in (0, 1]"),
-    "min_p": (lambda number: 0 <= number <= 1, "a number in [0, 1]"),
-    "repetition_penalty": (lambda number: number > 0, "a number > 0 (1 is none)"),
-    "presence_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
-    "frequency_penalty": (lambda number: -2 <= number <= 2, "a number in [-2, 2]"),
-}
-"""Test of a parameter's range, and the range in words for the error."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is continued.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    max_new_tokens: int = 64
-    """Tokens to generate at most, >= 1."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int | None = None
-    """Sample among the k most likely tokens, and those as likely as the k-th."""
-    top_p: float = 1.0
-    """Sample among the most likely tokens whose probabilities reach this sum, in (0, 1]."""
-    seed: int | None = None
-    """Seed of this request's own generator, in [0, 2**64); None: torch's default generator draws one."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Stop after one of these, besides the model's own end of sequence."""
-    ignore_eos: bool = False
-    """Continue after the model's end of sequence."""
-    stop: tuple[str, ...] = ()
-    """Stop when the text contains one of these; the text ends before it. Needs a tokenizer."""
-    n: int = 1
-    """Number of continuations of the prompt, which is computed once; the i-th samples like a request with seed + i."""
-    min_p: float = 0.0
-    """Sample among tokens whose probability is at least this share of the most likely one's, in [0, 1]."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens that occurred, in the prompt too; > 0, 1 is none."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Subtracted from these as often as they have been generated, in [-2, 2]."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Added to the logits of these tokens, in [-100, 100]; the ends all but forbid or force a token."""
-    top_logprobs: int = 0
-    """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
-    prompt_logprobs: int | None = None
-    """How many of the most likely tokens are reported with each prompt token; None: prompt tokens are not scored."""
-    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Changes logits after the penalties and before temperature, like a processor of transformers: (tokens so far
-    [1, t], logits [1, vocab]) -> logits. If it raises, its request fails."""
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether logits are changed by the tokens so far or by a processor."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalties or bool(self.logit_bias) or self.logits_processor is not None
-
-    def __post_init__(self) -> None:
-        # NumPy values and lists become Python numbers and tuples
-        self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
-        self._set("n", whole_number("n", self.n))
-        self._set("top_logprobs", whole_number("top_logprobs", self.top_logprobs, least=0))
-        if self.prompt_logprobs is not None:
-            least = whole_number("prompt_logprobs", self.prompt_logprobs, least=0, also=", or None")
-            self._set("prompt_logprobs", least)
-        for name, (is_inside, expected) in RANGES.items():
-            number = real_number(name, getattr(self, name), expected)
-            if not is_inside(number):
-                raise ValueError(f"{name}={number}: expected {expected}")
-            self._set(name, number)
-        if self.top_k is not None:
-            self._set("top_k", whole_number("top_k", self.top_k, also=", or None"))
-        if self.seed is not None:
-            self._set("seed", whole_number("seed", self.seed, least=0, most=2**64 - 1, also=", or None"))
-        given = self.stop_token_ids
-        ids = tuple(map(index_of, given)) if isinstance(given, list | tuple | set | frozenset) else (None,)
-        if any(token is None or token < 0 for token in ids):
-            raise ValueError(f"stop_token_ids={given!r}: expected a tuple of token ids >= 0")
-        self._set("stop_token_ids", ids)
-        biases, expected = self.logit_bias, "token ids >= 0, with numbers in [-100, 100]"
-        if not isinstance(biases, Mapping) or any(index_of(each) is None or each < 0 for each in biases):
-            raise ValueError(f"logit_bias={biases!r:.80}: expected {expected}")
-        numbers = {index_of(token): real_number("logit_bias", each, expected) for token, each in biases.items()}
-        if max(map(abs, numbers.values()), default=0) > 100:
-            raise ValueError(f"logit_bias={biases!r:.80}: expected {expected}")
-        self._set("logit_bias", numbers)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: expected True or False")
-        texts = self.stop
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"stop={texts!r}: expected a tuple of strings that are not empty")
-        self._set("stop", tuple(texts))
-        if self.logits_processor is not None and not callable(self.logits_processor):
-            raise ValueError(f"logits_processor={self.logits_processor!r}: expected a callable, or None")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+from dmc.runtime.options import SamplingParams
 
 
 class History:
@@ -131,7 +28,7 @@ class History:
         self._count = len(before) + len(since)
         self._tokens = torch.tensor([*before, *since], dtype=torch.long, device=device)
         parts = self._tokens, self._tokens[len(before) :]
-        self.counts = torch.stack([torch.bincount(each, minlength=vocab_size) for each in parts])
+        self.counts = torch.stack([torch.bincount(part, minlength=vocab_size) for part in parts])
         """How often each token occurred at all, and in the continuation, int64 [2, vocab]."""
 
     @property
@@ -197,13 +94,12 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
         """Combine the parameters of all rows."""
-        sampled = [each for each in params if each.temperature > 0]
-        width = max((_width(each, vocab_size) for each in sampled), default=-1)
+        width = max((_width(row, vocab_size) for row in params if row.temperature > 0), default=-1)
         if width > 0:  # powers of two, so that few widths occur
             width = min(2 ** (width - 1).bit_length(), vocab_size)
-        numbers = [(each.temperature, each.top_k or 0, each.top_p, each.min_p) for each in params]
-        settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
-        num_top = min(max((each.top_logprobs for each in params), default=0), vocab_size)
+        numbers = [(row.temperature, row.top_k or 0, row.top_p, row.min_p) for row in params]
+        settings = [(*values, uniform) for values, uniform in zip(numbers, uniforms, strict=True)]
+        num_top = min(max((row.top_logprobs for row in params), default=0), vocab_size)
         return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
 
 
@@ -259,18 +155,18 @@ def _processed(
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Apply penalties and processors to the rows that have any; other rows keep their log-probabilities."""
     errors: dict[int, Exception] = {}
-    rows = [row for row, each in enumerate(params) if each.changes_logits]
+    rows = [row for row, settings in enumerate(params) if settings.changes_logits]
     if not rows:
         return log_probs, errors
     device, nothing = logits.device, History([], [], logits.shape[-1], logits.device)
     past = [histories[row] or nothing for row in rows]
-    came, generated = torch.stack([each.counts for each in past], dim=1)  # [rows, vocab] each
+    came, generated = torch.stack([history.counts for history in past], dim=1)  # both [rows, vocab]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     penalties = [[getattr(params[row], name) for name in names] for row in rows]
     repetition, presence, frequency = torch.tensor(penalties, device=device).T[..., None]
-    scores, own = log_probs.clone(), logits[rows].float()
-    own = torch.where(came > 0, torch.where(own < 0, own * repetition, own / repetition), own)
-    scores[rows] = own - presence * (generated > 0) - frequency * generated
+    scores, changed = log_probs.clone(), logits[rows].float()
+    changed = torch.where(came > 0, torch.where(changed < 0, changed * repetition, changed / repetition), changed)
+    scores[rows] = changed - presence * (generated > 0) - frequency * generated
     for row, history in zip(rows, past, strict=True):
         if biases := params[row].logit_bias:
             scores[row, [*biases]] += torch.tensor([*biases.values()], device=device)

@@ -10,7 +10,7 @@ from dmc.kernels.batch import GENERATED, Phase
 from dmc.policies import CachePolicy
 from dmc.runtime.paged_cache import PagedCache, Snapshot
 from dmc.runtime.prefix_cache import PrefixCache
-from dmc.runtime.sequence import Sequence
+from dmc.runtime.request import Sequence
 
 RESERVE = 2
 """A preempted sequence returns when this many times the blocks that its known tokens will take are free.
@@ -84,12 +84,12 @@ class Scheduler:
         """
         if self.prefixes is not None:
             self.prefixes.keep(self.running)
-        chunks = self._share_out()
+        chunks = self._share_tokens()
         preempted = False
         while not self._fits(chunks):
             if self._make_room():
                 continue
-            chunks = self._share_out(shrinks=True)
+            chunks = self._share_tokens(shrinks=True)
             if self._fits(chunks):
                 break
             if len(self.running) == 1:
@@ -97,7 +97,7 @@ class Scheduler:
                 return []
             self._preempt_youngest()
             preempted = True
-            chunks = self._share_out()
+            chunks = self._share_tokens()
         if not preempted:
             self._admit(chunks)
         while self.prefixes is not None and self.cache.would_grow(*self._rows_and_counts(chunks)):
@@ -105,9 +105,9 @@ class Scheduler:
                 break
         return chunks
 
-    def _make_room(self, sequence: Sequence | None = None, spared: int = 0) -> bool:
+    def _make_room(self, sequence: Sequence | None = None, keep: int = 0) -> bool:
         """Free blocks of idle sequences except `sequence`, or of all but the latest prefixes; False: there are none."""
-        return (self.prefixes is not None and self.prefixes.reclaim(spared)) or self._evict_another(sequence)
+        return (self.prefixes is not None and self.prefixes.reclaim(keep)) or self._evict_another(sequence)
 
     def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
         """Let others continue from the cache of a running or resting sequence; else they recompute it."""
@@ -126,20 +126,20 @@ class Scheduler:
         if not rests:
             self.waiting.extendleft(reversed(waiting))
 
-    def finish(self, sequence: Sequence, sound: bool = True) -> None:
+    def finish(self, sequence: Sequence, cache_is_valid: bool = True) -> None:
         """Remove a sequence; its blocks are freed, or if it is kept, rest until they are needed.
 
         Args:
             sequence: a running, waiting or other sequence.
-            sound: whether its cache is finite; else all that others could reuse of it is dropped.
+            cache_is_valid: whether its cache is finite; else all that others could reuse of it is dropped.
         """
         if sequence.kept and sequence in self.running:
             self.resting.append(sequence)
         self._leave(sequence)
-        if self.prefixes is not None and not sound:
+        if self.prefixes is not None and not cache_is_valid:
             self.prefixes.empty()
         if not sequence.kept:
-            if self.prefixes is not None and sound and self.prefixes.take(sequence):
+            if self.prefixes is not None and cache_is_valid and self.prefixes.take(sequence):
                 sequence.row = None
             self._release(sequence)
 
@@ -161,7 +161,7 @@ class Scheduler:
             The sequences of the pass, which are on no list any more.
         """
         failed = [chunk.sequence for chunk in chunks]
-        others = [each for each in (*self.running, *self.waiting) if each not in failed]
+        others = [sequence for sequence in (*self.running, *self.waiting) if sequence not in failed]
         for sequence in (*self.running, *self.resting):
             if sequence.row is not None:
                 self.cache.tally.close_row(sequence.row, sequence.held)
@@ -181,10 +181,10 @@ class Scheduler:
             self.prefixes.clear()
         self.cache.reset()
 
-    def _share_out(self, shrinks: bool = False) -> list[ScheduledChunk]:
+    def _share_tokens(self, shrinks: bool = False) -> list[ScheduledChunk]:
         """Divide the budget among running sequences, those with one token to feed first."""
         chunks: list[ScheduledChunk] = []
-        for sequence in sorted(self.running, key=lambda each: each.num_waiting > 1):
+        for sequence in sorted(self.running, key=lambda sequence: sequence.num_waiting > 1):
             left = self._budget_left(chunks)
             if left == 0:
                 break
@@ -226,7 +226,7 @@ class Scheduler:
                 return False
         prefix = self._prefix_of(sequence)
         while prefix is not None and not self._fits(others, self.cache.blocks_to_share()):
-            prefix = self._prefix_of(sequence) if self._make_room(sequence, spared=1) else None
+            prefix = self._prefix_of(sequence) if self._make_room(sequence, keep=1) else None
         sequence.row, sequence.num_computed_tokens = (
             self.cache.open_row(prefix),
             0 if prefix is None else prefix.tokens_seen,
@@ -281,7 +281,7 @@ class Scheduler:
         return self.cache.fits(*self._rows_and_counts(chunks), others)
 
     def _rows_and_counts(self, chunks: list[ScheduledChunk]) -> tuple[list[int], list[int]]:
-        held = [(each.sequence.row, len(each.tokens)) for each in chunks if each.sequence.row is not None]
+        held = [(chunk.sequence.row, len(chunk.tokens)) for chunk in chunks if chunk.sequence.row is not None]
         return [row for row, _ in held], [count for _, count in held]
 
     def _waits_for_others(self, sequence: Sequence) -> bool:
@@ -296,10 +296,10 @@ class Scheduler:
         if not self.running or self.cache.grows:
             return True
         wanted = max(sequence.blocks_to_return, self.cache.blocks_for(sequence.num_waiting))
-        wanted += sum(self.cache.blocks_for(each.num_waiting) for each in self.running if each.num_waiting > 1)
+        wanted += sum(self.cache.blocks_for(other.num_waiting) for other in self.running if other.num_waiting > 1)
         if self.cache.has_free(wanted):
             return True
-        rows = [each.row for each in self.resting if each is not sequence and each.row is not None]
+        rows = [other.row for other in self.resting if other is not sequence and other.row is not None]
         spare = sum(map(self.cache.blocks_held, rows))
         if self.prefixes is not None:
             spare += self.cache.layout.ranks.all_reduce(self.cache.blocks_only_in(self.prefixes), "min")
@@ -316,11 +316,12 @@ class Scheduler:
 
     def _evict_another(self, sequence: Sequence | None) -> bool:
         """Evict the least recently used resting sequence except `sequence`; False: there is none."""
-        others = [each for each in self.resting if each is not sequence]
-        for each in others[:1]:
-            each.num_preemptions += each.num_computed_tokens > 0
-            self._release(each)
-        return bool(others)
+        for other in self.resting:
+            if other is not sequence:
+                other.num_preemptions += other.num_computed_tokens > 0
+                self._release(other)
+                return True
+        return False
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.row is not None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dmc.runtime.active_requests import ActiveRequests
+from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats
-from dmc.runtime.request import TokenEvent
-from dmc.runtime.sampling import SamplingParams
-from dmc.runtime.sequence import Sequence
+from dmc.runtime.options import SamplingParams
+from dmc.runtime.request import Sequence, TokenEvent
 
 
 class Session:
@@ -24,11 +23,11 @@ class Session:
 
     Args:
         engine: the `Engine` that serves it.
-        active: its requests.
+        core: its requests.
     """
 
-    def __init__(self, engine: Any, active: ActiveRequests) -> None:
-        self.engine, self._active = engine, active
+    def __init__(self, engine: Any, core: EngineCore) -> None:
+        self.engine, self.core = engine, core
         self.sequence = Sequence([], next_logit_position=0, kept=True)
         """Tokens of all turns so far, and their state in the cache."""
         self.is_closed = False
@@ -54,7 +53,7 @@ class Session:
         """
         if self.is_closed:
             raise ValueError("the session is closed: start another one")
-        self._active.check_is_idle(self.sequence)
+        self.core.check_is_idle(self.sequence)
         return self.sequence
 
     def generate(self, prompt: str | list[int], params: SamplingParams | None = None) -> Generation:
@@ -99,8 +98,8 @@ class Session:
         Raises:
             ValueError: see `Engine.submit`.
         """
-        other = Session(self.engine, self._active)
-        (other.sequence,) = self._active.copies(self.idle_sequence(), 1)
+        other = Session(self.engine, self.core)
+        (other.sequence,) = self.core.copies(self.idle_sequence(), 1)
         return other
 
     def positions_held(self) -> list[list[Tensor]]:
@@ -116,4 +115,4 @@ class Session:
     def close(self) -> None:
         """End the session: abort a running turn and free the blocks. May be called twice."""
         self.is_closed, self.sequence.kept = True, False
-        self._active.end(self.sequence)
+        self.core.close(self.sequence)

@@ -16,7 +16,7 @@ from pydantic_core import SchemaValidator, ValidationError
 from typing_extensions import Required, TypedDict
 
 from dmc.runtime import Engine, SamplingParams
-from dmc.runtime.prompt import encode
+from dmc.runtime.input_processor import encode
 
 MOST_NAMES = 1024
 """Maximum number of fields of an object: to tell 80,000 wrong ones would take seconds and gigabytes."""
@@ -255,5 +255,5 @@ def num_logprobs(asked: dict[str, Any]) -> int | None:
 
 def out_of_range(error: Exception) -> APIError:
     """Turn the engine's error about a value, which begins with the value's name, into an APIError."""
-    name = str(error).partition("=")[0]
+    name = str(error).partition("=")[0].partition("[")[0]
     return APIError(400, str(error), name if name.isidentifier() else None)

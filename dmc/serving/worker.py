@@ -185,7 +185,7 @@ class Worker:
             job.last = now
             if job.watched and self.ranks.size == 1 and now - job.told > SNAPSHOT_SECONDS:
                 job.told = now
-                self._news.append((job, GenerationStats.of(event.request.sequence, engine.cache)))
+                self._news.append((job, engine.stats(event.request)))
             self._news.append((job, event))
 
     def _end_finished(self) -> None:

@@ -37,36 +37,29 @@ from dmc.results.tasks import (
 from dmc.results.tasks.prompts import Encoder
 from dmc.results.tasks.text_loss import long_range_repeats
 from dmc.runtime import GenerationStats
-from dmc.runtime.next_tokens import NextTokens
 
 FILLER = "The grass is green. The sky is blue.\n"
 Script = Callable[[str], str]
 
 
-class ScriptedTokens(NextTokens):
-    """Chooses what a script says about all the text so far."""
-
-    def __init__(self, runner, active, vocab_size, tokenizer, script):
-        super().__init__(runner, active, vocab_size)
-        self.tokenizer, self.script = tokenizer, script
-
-    def _choose(self, requests, logits):
-        for row, request in enumerate(requests):
-            num_new = len(request.logprobs)
-            tokens = request.sequence.tokens
-            text = self.tokenizer.decode(tokens[: len(tokens) - num_new])
-            answer = self.tokenizer(self.script(text), add_special_tokens=False)["input_ids"]
-            logits[row] = -1e4
-            logits[row, answer[num_new] if num_new < len(answer) else self.tokenizer.eos_token_id] = 0
-        return super()._choose(requests, logits)
-
-
 class ScriptedEngine(Engine):
-    """Answers what a script says; tokens, cache and sessions are the engine's own."""
+    """Answers what a script says about all the text so far; tokens, cache and sessions are the engine's own."""
 
     def __init__(self, model, tokenizer, script, **options):
         super().__init__(model, tokenizer, **options)
-        self._next_tokens = ScriptedTokens(self._runner, self._active, self._vocab_size, tokenizer, script)
+        sample = self._core._sample
+
+        def choose(requests, logits):
+            for row, request in enumerate(requests):
+                num_new = len(request.logprobs)
+                tokens = request.sequence.tokens
+                text = tokenizer.decode(tokens[: len(tokens) - num_new])
+                answer = tokenizer(script(text), add_special_tokens=False)["input_ids"]
+                logits[row] = -1e4
+                logits[row, answer[num_new] if num_new < len(answer) else tokenizer.eos_token_id] = 0
+            return sample(requests, logits)
+
+        self._core._sample = choose
 
 
 def find_needle(text):

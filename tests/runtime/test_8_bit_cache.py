@@ -41,16 +41,9 @@ def model(method, make_stock, make_compressed):
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
-def test_prompts_in_chunks_and_tokens_one_by_one_leave_the_same(method, model, policy, make_prompts):
-    laws.test_chunked_prefill_equals_the_whole(method, (1, 16), model, policy, make_prompts)
-    laws.test_prefill_equals_decoding(method, model, policy, 7, make_prompts)
-
-
 @pytest.mark.filterwarnings("ignore:window=")
-def test_sequences_are_served_together_forked_preempted_and_counted_as_alone(
-    method, model, policy, make_prompts, make_stock, make_compressed
-):
-    laws.test_batch_equals_its_sequences_alone(method, model, policy, make_prompts)
+def test_the_laws_hold_on_8_bits(method, model, policy, make_prompts, make_stock, make_compressed):
+    laws.test_alone_equals_together_equals_in_parts(method, model, policy, make_prompts)
     laws.test_blocks_are_what_the_slots_need_at_every_step_and_all_return(method, model, policy, make_prompts)
     laws.test_an_answer_and_its_memory_are_the_same_generated_scored_preempted_or_in_a_turn(
         method, model, policy, make_prompts

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime.lent_forwards import why_not_compiled
+from dmc.runtime.model_view import why_not_compiled
 
 METHODS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "full cache": (None, None),
@@ -100,9 +100,9 @@ def test_compiled_layers_give_the_eager_tokens_and_are_compiled_once(
 
 def test_what_cannot_be_compiled_is_told(make_stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_stock()
-    with pytest.raises(ValueError, match="compile=1: expected True or False"):
+    with pytest.raises(ValueError, match="compile=1: expected a valid boolean"):
         Engine(model, compile=1)  # type: ignore[arg-type]
-    monkeypatch.setattr("dmc.runtime.lent_forwards.decoder_layers", lambda model: [])
+    monkeypatch.setattr("dmc.runtime.model_view.decoder_layers", lambda model: [])
     with pytest.raises(ValueError, match=r"compile=True: LlamaForCausalLM has no decoder layers .* use compile=False"):
         Engine(model, compile=True)
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime.decode_step import bucket_of, why_not_recorded
+from dmc.runtime.runner import bucket_of, why_not_recorded
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "full cache": None,

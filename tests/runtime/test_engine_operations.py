@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.runtime.allocator import OutOfBlocksError
-from dmc.runtime.runner import layout_of
+from dmc.runtime.model_view import layout_of
 
 BLOCK = 16
 MOST_TOKENS = 5 * BLOCK  # that the memory holds, nothing merged
@@ -418,15 +418,15 @@ def build(method, make_stock, make_compressed):
 
 
 @pytest.mark.slow
-def test_ten_thousand_operations_agree_with_requests_alone(make_stock, make_compressed, make_prompts):
+def test_five_thousand_operations_agree_with_requests_alone(make_stock, make_compressed, make_prompts):
     total = Counter()
     for method in METHODS:
-        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=16, stateful_step_count=40)
+        total += run(*build(method, make_stock, make_compressed), make_prompts, max_examples=8, stateful_step_count=40)
 
     results = ("refused", "preempted", "outgrown", "prefix hit", "fork", "fed", "lost")
     done = {name: number for name, number in total.items() if name not in results}
-    assert sum(done.values()) >= 10_000, total
-    assert all(number >= 20 for number in done.values()), total
+    assert sum(done.values()) >= 5_000, total
+    assert all(number >= 8 for number in done.values()), total
     assert total["preempted"] >= 50, total
     assert total["refused"] >= 20 and total["outgrown"] >= 20, total
     assert total["prefix hit"] >= 20 and total["fork"] >= 50, total

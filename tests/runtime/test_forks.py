@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from runtime.test_laws import READING, layers_of, of
+from runtime.test_laws import layers_of, of
 from runtime.test_prefix_cache import count_fed
 
 from dmc import Engine, SamplingParams
 
-KINDS = ["full cache", "merge", "merge, short window", "merge, exact", "merge, delay 4", "merge, exact, delay 1"]
-KINDS += ["drop, delay 4", "query for the previous, drop, delay 5", "fixed", "fixed, window, delay 4", "H2O", "SnapKV"]
-KINDS += ["StreamingLLM, rerotate", "H2O, prompt only", "CAKE, cascading", "VATP", "CaM", "D2O", "KVzip"]
-KINDS += ["merge, SnapKV", "drop, delay 4, AdaKV", *READING]
+KINDS = ["full cache", "merge", "merge, exact, delay 1", "merge, delay 4", "query for the previous, drop, delay 5"]
+KINDS += ["fixed, window, delay 4", "H2O", "SnapKV", "StreamingLLM, rerotate", "D2O", "KVzip", "merge, SnapKV"]
+KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
 CLOSE = 1e-5
 

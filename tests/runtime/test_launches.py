@@ -29,8 +29,6 @@ from dmc.kernels import reference
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.runtime.paged_forward import PagedForward
-from dmc.runtime.runner import layout_of
-from dmc.runtime.step_time import launches_per_layer
 
 SHALLOW, DEEP = 2, 4
 ONE_LENGTH, RAGGED = [40] * 8, [5, 9, 14, 20, 27, 35, 44, 54]
@@ -208,14 +206,9 @@ def test_a_decode_step_stays_within_its_budget(
     waits: int,
     waits_in_all: int,
     per_layer: Callable[..., tuple[tuple[float, ...], int]],
-    make_stock: Any,
-    make_compressed: Any,
 ) -> None:
     each, in_all = per_layer(gates, policy, RAGGED, decodes=True)
     assert_within((*each, in_all), (operations, kernels, waits, waits_in_all))
-    if policy is None:
-        layout = layout_of(make_stock() if gates is None else make_compressed(gates=gates))
-        assert launches_per_layer(layout) == operations + kernels
 
 
 class InGraphs(Exception):
@@ -290,7 +283,7 @@ def test_compiled_layers_launch_at_most_as_much(
         model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
         engine = Engine(model, policy=policy, kernels="reference", token_budget=None, compile=True)
         engine._runner._attention.backend = CountedBackend(attention)  # type: ignore[assignment]
-        engine._runner._compiled_rotate = uncounted(engine._runner._compiled_rotate)
+        engine._runner._rotate = uncounted(engine._runner._rotate)
         for length in RAGGED:
             engine.submit(list(range(length)), SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
         engine.step()
@@ -301,7 +294,6 @@ def test_compiled_layers_launch_at_most_as_much(
     shallow, deep = found
     beside = [(deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels")]
     assert sum(launched_by_graphs) + sum(beside) == expected <= most, (launched_by_graphs, *beside)
-    assert policy is not None or launches_per_layer(engine.cache.layout, compiles=True) == expected
 
 
 @pytest.mark.parametrize(

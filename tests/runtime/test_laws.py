@@ -83,9 +83,8 @@ EIGHT_TOGETHER = ("OmniKV, sparse", "InfLLM")
 METHODS = [*GATES, *POLICIES, *BOTH, *READING]
 FEW = ("full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "H2O", "SnapKV", "merge, delay 4, LAVa")
 """One of each kind."""
-CHUNKS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 40)
+CHUNKS, POLICY_CHUNKS = (1, 4, 13, 17), (1, 5, 16)
 """1 is token by token; the others lie around the delays, windows and the page."""
-POLICY_CHUNKS = (1, 5, 16)
 TOLERANCE = 1e-4
 LENGTHS = (5, 33, 18, 1)
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -149,43 +148,38 @@ def test_closed_gate_or_budget_for_all_equals_the_base_model(method, policy, mak
         assert generation.stats.achieved_ratio == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "chunks"),
-    [*((gates, CHUNKS) for gates in GATES), *((each, POLICY_CHUNKS) for each in [*POLICIES, *BOTH, *READING])],
-)
-def test_chunked_prefill_equals_the_whole(method, chunks, model, policy, make_prompts):
-    prompts, continuations = make_prompts(1, 37), make_prompts(30, 5, seed=2)
-    whole = scores(Engine(model, policy=policy), prompts, continuations)
-    for chunk in chunks:
-        chunked = scores(
-            Engine(model, policy=policy, prefill_chunk_size=chunk_of(method, chunk)), prompts, continuations
-        )
-        torch.testing.assert_close(
-            chunked, whole, rtol=0, atol=TOLERANCE, msg=lambda text: f"chunks of {chunk}: {text}"
-        )
+def test_alone_equals_together_equals_in_parts(method, model, policy, make_prompts):
+    """A request gets the same tokens, probabilities and entries in whatever passes it is fed, and with whom.
 
-
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_prefill_equals_decoding(method, model, policy, chunk, make_prompts):
-    engine = Engine(model, policy=policy, prefill_chunk_size=chunk_of(method, chunk))
-    prompts = make_prompts(*LENGTHS)
-    generations = engine.generate(prompts, GREEDY)
-    for score, generation in zip(engine.score(prompts, tokens_of(generations)), generations, strict=True):
-        assert score.dtype == torch.float32
-        assert score.argmax(-1).tolist() == generation.token_ids
-        chosen = score[torch.arange(20), generation.token_ids]
-        assert generation.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
-
-
-def test_batch_equals_its_sequences_alone(method, model, policy, make_prompts):
+    Whether its tokens are fed at once, in chunks, one by one or beside others, and whether its answer is generated or
+    given and scored.
+    """
     prompts = make_prompts(*LENGTHS, 18)  # two of the same length may be fed together
-    engine = Engine(model, policy=policy, max_batch_size=3, prefill_chunk_size=chunk_of(method, 9), token_budget=19)
-    for prompt, together in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        (alone,) = Engine(model, policy=policy).generate([prompt], GREEDY)
-        assert together.token_ids == alone.token_ids
-        assert together.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
-        assert torch.equal(together.stats.slots, alone.stats.slots)
-        assert together.stats.tokens_seen == alone.stats.tokens_seen == len(prompt) + 19
+    alone = [Engine(model, policy=policy).generate([prompt], GREEDY)[0] for prompt in prompts]
+    answers = tokens_of(alone)
+    whole = [
+        Engine(model, policy=policy).score([prompt], [answer])[0]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    for scores, generation in zip(whole, alone, strict=True):
+        assert scores.dtype == torch.float32
+        assert scores.argmax(-1).tolist() == generation.token_ids
+        assert generation.logprobs == pytest.approx(scores.amax(-1).tolist(), abs=TOLERANCE)
+    for chunk in (None, *(CHUNKS if method in GATES else POLICY_CHUNKS)):
+        engine = Engine(model, policy=policy, prefill_chunk_size=chunk_of(method, chunk))
+        torch.testing.assert_close(
+            torch.cat(engine.score(prompts, answers)),
+            torch.cat(whole),
+            rtol=0,
+            atol=TOLERANCE,
+            msg=lambda text, chunk=chunk: f"chunks of {chunk}: {text}",
+        )
+    crowded = Engine(model, policy=policy, max_batch_size=3, prefill_chunk_size=chunk_of(method, 9), token_budget=19)
+    for generation, expected in zip(crowded.generate(prompts, GREEDY), alone, strict=True):
+        assert generation.token_ids == expected.token_ids
+        assert generation.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+        assert torch.equal(generation.stats.slots, expected.stats.slots)
+        assert generation.stats.tokens_seen == expected.stats.tokens_seen
 
 
 def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(method, model, policy, make_prompts):

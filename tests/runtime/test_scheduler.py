@@ -6,8 +6,8 @@ import torch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.reference import take_blocks
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.request import Sequence
 from dmc.runtime.scheduler import Scheduler
-from dmc.runtime.sequence import Sequence
 
 HEADS = 2  # of one layer: a block each for every 16 tokens
 

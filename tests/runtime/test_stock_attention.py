@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
+from dmc.kernels import cpu
 from dmc.policies import StreamingLLM
-from dmc.runtime.lent_forwards import backend_linears
 
 WINDOW, CONTEXT = 8, 64
 SMALL = {
@@ -223,31 +224,53 @@ def test_policies_that_turn_keys_refuse_models_that_rotate_otherwise(family: str
         engine.generate([list(range(20))], SamplingParams(max_new_tokens=3, temperature=0))
 
 
-def test_a_model_is_its_own_again_after_every_pass() -> None:
-    model = build("llama", attn_implementation="eager")
+def test_an_engine_leaves_no_trace_in_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers, attention and `forward`s stay the model's own, while a pass runs and after one that failed."""
+    model, calls = build("llama", attn_implementation="eager"), []
+    before = [dict(module.__dict__) for module in model.modules()]
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    asked = []
-
-    class Counting:
-        @staticmethod
-        def linear(*arguments: Any) -> torch.Tensor:
-            asked.append(1)
-            return torch.nn.functional.linear(*arguments)
-
-    first, second = Engine(model), Engine(model, kernels="reference")
-    first._runner._linear = backend_linears(Counting, model)  # type: ignore[arg-type]
-    first.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))
-    assert len(asked) == 2 * len(linear)
-    second.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))
-    assert len(asked) == 2 * len(linear)
-    for event in first.stream([1, 2, 3], SamplingParams(max_new_tokens=2)):
+    plain, calls = cpu.linear, []
+    monkeypatch.setattr(cpu, "linear", lambda *given: calls.append(1) or plain(*given))
+    first, second = Engine(model, kernels="cpu"), Engine(model, kernels="reference")
+    greedy = SamplingParams(max_new_tokens=2, temperature=0)
+    expected = model(torch.tensor([[1, 2, 3]])).logits
+    assert not calls
+    for event in first.stream([1, 2, 3], greedy):
         assert event.token_id >= 0 and model.config._attn_implementation == "eager"
-    assert not any("forward" in module.__dict__ for module in linear)
-    model.model.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    assert len(calls) == 2 * len(linear)
+    second.generate([[1, 2, 3]], greedy)
+    assert torch.equal(model(torch.tensor([[1, 2, 3]])).logits, expected)
+    assert len(calls) == 2 * len(linear)
+    hook = model.model.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
     with pytest.raises(RuntimeError, match="lost"):
         first.generate([[1, 2, 3]])
-    assert not any("forward" in module.__dict__ for module in linear)
-    assert model.config._attn_implementation == "eager"
+    hook.remove()
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_an_engine_follows_the_weights_and_hooks_of_its_model() -> None:
+    model, seen = build("llama"), []
+    engine = Engine(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(0.5)
+    model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    assert difference(model, engine) < 1e-4
+    assert seen
+
+
+def test_a_model_whose_forward_was_set_on_it_is_served() -> None:
+    """As offloading to the host does with every module, the model itself included."""
+    model, calls = build("llama"), []
+    expected = Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))[0].token_ids
+
+    def forward(module: Any, *given: Any, **named: Any) -> Any:
+        calls.append(1)
+        return module._old_forward(*given, **named)
+
+    model._old_forward = model.forward
+    model.forward = functools.partial(forward, model)
+    (generation,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))
+    assert generation.token_ids == expected and len(calls) == 2
 
 
 def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:

@@ -38,7 +38,7 @@ REFUSED = [
     ("models={{a: {{path: {stock}, polcy: h2o}}}}", "unknown setting models.a.polcy"),
     ("models={{a: {{path: {stock}, policy: h3o, budget: 4}}}}", "h3o"),
     ("model={compressed} policy=h2o budget=4", "decide token by token"),
-    ("model={stock} memory=-5", "memory=-5: expected a whole number of bytes > 0"),
+    ("model={stock} memory=-5", "memory=-5: expected greater than 0"),
     ("model={stock} engine.max_batch_size=0", "max_batch_size=0"),
     ("model={stock} limits.max_body_bytes=0", "limits.max_body_bytes=0: expected greater than or equal to 1"),
     ("model={stock} max_waiting=0", "max_waiting=0"),

@@ -11,8 +11,8 @@ from typing import Literal
 
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult
 from dmc.runtime import Engine, Generation, SamplingParams
-from dmc.runtime.forced import of_given_tokens
 from dmc.runtime.generation import Scoring
+from dmc.runtime.request import of_given_tokens
 
 Question = Literal["known", "hidden"]
 """Whether the cache is compressed with the question in the prompt, or with the context alone."""

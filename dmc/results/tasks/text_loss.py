@@ -12,7 +12,7 @@ from dmc.config.settings import Count, checked_dataclass
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, spread
 from dmc.runtime import Engine
-from dmc.runtime.forced import of_given_tokens
+from dmc.runtime.request import of_given_tokens
 
 
 @checked_dataclass(frozen=True)

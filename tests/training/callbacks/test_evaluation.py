@@ -12,7 +12,7 @@ from dmc.config import build_config
 from dmc.data import TextSource
 from dmc.models.loading import load_tokenizer
 from dmc.results.tasks import FactRecall, Needle, Sample
-from dmc.runtime.forced import of_given_tokens
+from dmc.runtime.request import of_given_tokens
 from dmc.training.callbacks.evaluation import Evaluation, score_answers
 from dmc.training.callbacks.preemption import PreemptedError
 from dmc.training.config import RunConfig

@@ -1,0 +1,151 @@
+"""What callers give becomes requests: prompts are encoded, and checked before anything is queued."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dmc.compression.full_attention import context_length
+from dmc.policies import CachePolicy
+from dmc.runtime.engine_core import EngineCore
+from dmc.runtime.options import SamplingParams
+from dmc.runtime.request import Request, Sequence
+from dmc.runtime.sampling import new_generator
+from dmc.runtime.session import Session
+from dmc.runtime.text_stream import TextStream
+
+TOKEN_IDS = TypeAdapter(list[int])
+
+
+def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int, begins_text: bool) -> list[int]:
+    """Turn a prompt into token ids that the model knows.
+
+    Args:
+        prompt: text or token ids; a tensor or an array is one too.
+        tokenizer: tokenizer for text, or None.
+        vocab_size: ids must be below it.
+        begins_text: whether the tokenizer adds its special tokens.
+    Raises:
+        ValueError: the prompt is empty, text without a tokenizer, neither text nor token ids, or has unknown tokens.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text was given, but the engine has no tokenizer: pass tokenizer=, or token ids")
+        prompt = tokenizer(prompt, add_special_tokens=begins_text)["input_ids"]
+    given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # one copy of a tensor, not one per token
+    try:
+        tokens = TOKEN_IDS.validate_python(given)
+    except ValidationError:
+        raise ValueError(f"a prompt or continuation is {given!r:.80}: expected a text, or token ids") from None
+    if not tokens:
+        raise ValueError("a prompt or continuation is empty: give at least one token")
+    # an index out of range in the embedding makes the GPU unusable for this process
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ValueError(
+            f"tokens from {min(tokens)} to {max(tokens)} were given: the model knows 0 to {vocab_size - 1}"
+        )
+    return tokens
+
+
+class InputProcessor:
+    """Makes requests; nothing is queued and no session grows.
+
+    Args:
+        model: causal LM.
+        tokenizer: encodes texts; None: prompts are token ids.
+        policy: the engine's policy.
+        core: the requests in the engine.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, policy: CachePolicy | None, core: EngineCore) -> None:
+        self._model, self._tokenizer, self._policy, self._core = model, tokenizer, policy, core
+        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._has_warned = False
+
+    def request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        session: Session | None = None,
+        streams_text: bool = False,
+        context: str | list[int] | None = None,
+    ) -> Request:
+        """Check what `Engine.submit` was given, and make a request of it.
+
+        Args:
+            prompt: text or token ids.
+            params: sampling parameters; None: the defaults.
+            session: session whose next turn it is; None: a new sequence.
+            streams_text: whether text is decoded as tokens come, if there is a tokenizer.
+            context: prompt of an earlier turn, which is fed before; None: there is none.
+        Raises:
+            ValueError: see `Engine.submit`.
+        """
+        params = SamplingParams() if params is None else params
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if max(tokens, default=0) >= self._vocab_size:
+                raise ValueError(f"{name}={tokens!r:.80}: the model knows 0 to {self._vocab_size - 1}, no other comes")
+        if params.prompt_logprobs is not None and self._policy is not None:
+            raise ValueError(
+                f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends, its own "
+                "tokens would be predicted from the full cache; use `score`, or no policy"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
+        sequence = self.sequence(session, None if context is None else self.encode(context))
+        if session is not None and params.n > 1:
+            raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
+        end = None if params.ignore_eos else self._model.generation_config.eos_token_id
+        ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
+        params = dataclasses.replace(params, stop_token_ids=tuple(token for token in ends if token >= 0))  # -1: none
+        needs_text = bool(params.stop) or (streams_text and self._tokenizer is not None)
+        request = Request(
+            sequence,
+            prompt=self.encode(prompt, begins_text=not sequence.tokens),
+            params=params,
+            generator=new_generator(params, self._core.cache.layout.ranks),
+            text_stream=TextStream(self._tokenizer, params.stop) if needs_text else None,
+        )
+        self.check_can_start(request)
+        return request
+
+    def sequence(self, session: Session | None, context: list[int] | None = None) -> Sequence:
+        """Return the sequence that a request continues: a session's, or a new one that begins with a context."""
+        if session is not None:
+            if session.core is not self._core:
+                raise ValueError("the session is another engine's: give it to that one")
+            return session.idle_sequence()
+        sequence = Sequence([], next_logit_position=0)
+        if context is not None:
+            sequence.add_prompt(context)
+            sequence.next_prompt = len(sequence.tokens)
+        return sequence
+
+    def encode(self, text: str | list[int], begins_text: bool = True) -> list[int]:
+        """See the function `encode`."""
+        return encode(text, self._tokenizer, self._vocab_size, begins_text)
+
+    def check_can_start(self, request: Request) -> None:
+        """Raise ValueError if the request's session is busy, or the request can never fit the memory."""
+        self._core.check_is_idle(request.sequence)
+        self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
+
+    def _check_fits(self, num_tokens: int) -> None:
+        cache, limit = self._core.cache, context_length(self._model.config)
+        blocks = cache.blocks_for(num_tokens)
+        if not cache.grows and blocks > cache.allocator.num_blocks:
+            raise ValueError(
+                f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "
+                f"{cache.expected_ratio:g} that is expected, memory= holds {cache.allocator.num_blocks}: "
+                f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
+            )
+        if num_tokens > limit and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a sequence may come to {num_tokens} tokens, the model is made for {limit} positions "
+                "(max_position_embeddings): what it predicts beyond them is not to be trusted",
+                stacklevel=2,
+            )

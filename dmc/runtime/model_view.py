@@ -1,0 +1,246 @@
+"""What an engine reads off a model, and its view of it: the same weights and hooks under other forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch.fx.experimental._config
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dmc.compression import CompressionConfig, rotate
+from dmc.compression.full_attention import refuse_other_attention
+from dmc.kernels.layout import CacheLayout
+from dmc.policies import CachePolicy
+from dmc.policies.layer_attention import RotaryTables
+from dmc.ranks import ALONE
+from dmc.runtime.paged_forward import STOCK_ATTENTION
+
+COMPILED_VARIANTS = 64
+"""Most graphs of one function in a process: each kind of layer of each model, with one sequence and with several."""
+
+
+def view_of(model: Any) -> Any:
+    """Return a view of a model: other modules, with the same parameters, buffers and hooks, in its present mode.
+
+    What is set on a module of the view, such as another forward, leaves the model as it is. What happens to the model's
+    parameters, buffers and hooks afterwards happens to the view's.
+    """
+    views: dict[nn.Module, nn.Module] = {}
+
+    def view(module: nn.Module) -> nn.Module:
+        if module not in views:
+            views[module] = other = object.__new__(type(module))
+            states = {name: _bound_to(other, module, value) for name, value in module.__dict__.items()}
+            states.pop("_compiled_call_impl", None)  # of module.compile(), which calls the model's own modules
+            other.__dict__.update(states)
+            other._modules = {name: None if child is None else view(child) for name, child in module._modules.items()}
+        return views[module]
+
+    return view(model)
+
+
+def _bound_to(view: nn.Module, module: nn.Module, value: Any) -> Any:
+    """Bind a method that was set on a module, as offloading does, to its view."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, view)
+    if isinstance(value, functools.partial) and value.args and value.args[0] is module:
+        return functools.partial(value.func, view, *value.args[1:], **value.keywords)
+    return value
+
+
+def use_paged_attention(view: Any) -> None:
+    """Let a view of a stock model attend through the paged cache.
+
+    No mask function is registered beside the attention function, so transformers builds no mask, whose size would be
+    the square of a pass's tokens.
+
+    Raises:
+        NotImplementedError: the model has attention sinks, which configurations do not declare.
+    """
+    for name, _ in view.named_parameters():
+        if name.rpartition(".")[2] in ("sink", "sinks"):
+            layer = next(filter(str.isdigit, name.split(".")), "?")
+            raise NotImplementedError(
+                f"layer {layer} of this {view.config.model_type} model has attention sinks ({name}), which the "
+                "paged cache does not serve"
+            )
+    copied: dict[int, Any] = {}
+    for module in view.modules():
+        if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
+            if id(config) not in copied:
+                copied[id(config)] = copy.deepcopy(config)
+                copied[id(config)]._attn_implementation = STOCK_ATTENTION
+            module.config = copied[id(config)]
+
+
+def use_backend_linear(view: nn.Module, backend: ModuleType) -> None:
+    """Let linear layers of a view call `backend.linear`, if there is one, which is faster for few rows.
+
+    A layer with a `forward` of its own, as offloading and adapters set one, is left alone.
+    """
+    linear = getattr(backend, "linear", None)
+    for module in view.modules():
+        if linear is not None and type(module) is nn.Linear and "forward" not in module.__dict__:
+            module.__dict__["forward"] = functools.partial(_multiply, linear, module)
+
+
+def _multiply(linear: Any, module: nn.Linear, states: Tensor) -> Tensor:
+    return linear(states, module.weight, module.bias)
+
+
+def compile_layers(view: nn.Module) -> None:
+    """Let decoder layers of a view run compiled, around their attention, for any number of sequences.
+
+    All layers of one kind share their graphs: attention is not part of them, and alone asks which layer it is in.
+    """
+    layers = decoder_layers(view)
+    compiled = {kind: compiled_for_any_number(kind.forward) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        if "forward" not in layer.__dict__:
+            layer.__dict__["forward"] = functools.partial(compiled[type(layer)], layer)
+
+
+def compiled_for_any_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled for one sequence, and for several, when it is first called with so many."""
+    options: dict[str, Any] = {"dynamic": True, "recompile_limit": COMPILED_VARIANTS}
+    return torch.compile(function, **options)
+
+
+@contextlib.contextmanager
+def general_graphs() -> Iterator[None]:
+    """Let graphs hold for any number of sequences, by chance that of the heads or not, and constants be constants."""
+    any_size = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with any_size, torch._dynamo.config.patch(specialize_float=True):
+        yield
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return what transformers checkpoints as one: a model's decoder layers."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def why_not_compiled(model: nn.Module, layout: Any) -> str | None:
+    """Say why a model's decoder layers cannot be compiled here, or None."""
+    if not decoder_layers(model):
+        return f"{type(model).__name__} has no decoder layers as transformers makes them"
+    if layout.ranks.size > 1:
+        return "several processes share the model"
+    if layout.device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError:
+            return "torch.compile needs a C++ compiler (CXX, or g++) for a model on the CPU, and finds none"
+    elif layout.device.type != "cuda":
+        return f"the model is on {layout.device}"
+    elif importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton for a model on a GPU: pip install triton"
+    return None
+
+
+def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
+    """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy its fields.
+
+    Raises:
+        NotImplementedError: a stock model's attention is not full causal attention.
+    """
+    config = model.config
+    compression = getattr(config, "compression", None)
+    if compression is None:
+        refuse_other_attention(config)
+    parameter = next(model.parameters())
+    ranks = getattr(model, "ranks", ALONE)
+    num_kv_heads = config.num_key_value_heads // ranks.size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layout = CacheLayout(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        compression=None if compression is None else CompressionConfig.from_dict(compression),
+        ranks=ranks,
+        num_query_heads=config.num_attention_heads // ranks.size,
+    )
+    if policy is None:
+        return layout
+    offloaded = policy.offloaded(layout.num_layers)
+    return dataclasses.replace(layout, policy_fields=policy.fields(layout), offloaded=offloaded)
+
+
+def fit_policy(
+    model: Any, policy: CachePolicy, block_size: int = 16, prefill_chunk_size: int | None = None
+) -> CachePolicy:
+    """Return the policy with what depends on the model filled in.
+
+    Raises:
+        TypeError: it is no policy.
+        ValueError: the model cannot be served with it: several processes share it, or it compresses by itself and the
+            policy acts while generating, or lacks what the options name; or prompts are to be cut inside what the
+            policy takes together.
+    """
+    if not isinstance(policy, CachePolicy):
+        raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
+    if getattr(model.config, "compression", None) is not None and not policy.serves_compressed:
+        raise ValueError(
+            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
+            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
+        )
+    if getattr(model, "ranks", ALONE).size > 1:
+        raise ValueError("a policy cannot be used with a model that several processes share: use one process")
+    chunk = policy.prompt_chunk
+    if chunk is not None and prefill_chunk_size is not None and prefill_chunk_size % chunk:
+        raise ValueError(
+            f"prefill_chunk_size={prefill_chunk_size}: {type(policy).__name__} takes {chunk} tokens of a prompt "
+            f"together; give a multiple of {chunk}, or None"
+        )
+    return policy.fitted(model.config.num_hidden_layers, block_size)
+
+
+def rotary_of(model: Any) -> RotaryTables:
+    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D].
+
+    It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
+    the policies that ask for tables would turn its keys wrongly.
+    """
+    check = functools.cache(lambda: _check_rotates_by_halves(model))
+
+    def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        check()
+        rotary = model.model.rotary_emb
+        cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
+        return cos / rotary.attention_scaling, sin / rotary.attention_scaling
+
+    return tables
+
+
+def _check_rotates_by_halves(model: Any) -> None:
+    attention = next(module for module in model.modules() if hasattr(module, "q_proj") or hasattr(module, "qkv_proj"))
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    layout = layout_of(model)
+    states = torch.linspace(-1, 1, 2 * layout.head_dim, device=layout.device).view(1, 1, 2, -1)
+    angles = torch.linspace(0, 1, layout.head_dim // 2, device=layout.device).repeat(1, 2, 2)
+    cos, sin = angles.cos(), angles.sin()
+    turned = rotate(states, cos, sin)
+    partly = getattr(model.config, "partial_rotary_factor", None) or (model.config.rope_parameters or {}).get(
+        "partial_rotary_factor", 1.0
+    )
+    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1])
+    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, cos, sin)[1], turned):
+        raise NotImplementedError(
+            "the policy turns keys further by RoPE, which is written for models that rotate all channels of all "
+            f"layers by halves, as Llama does; this {model.config.model_type} model does not"
+        )
