@@ -161,27 +161,25 @@ def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
     from dmc.training.callbacks.preemption import Preemption
     from dmc.training.module import RetrofitModule
 
-    plain_step, plain_end = RetrofitModule.training_step, Preemption.on_train_batch_end
-    running = 0
+    plain_loss, plain_stop = RetrofitModule.loss_at, Preemption.stop_if_signaled
     noted = []
 
-    def training_step(self, batch, batch_idx):
-        nonlocal running
-        running = self.global_step
+    def loss_at(self, step, batch):
         noted.append(batch["position"])
-        return plain_step(self, batch, batch_idx)
+        return plain_loss(self, step, batch)
 
-    def on_train_batch_end(self, trainer, *arguments):
-        if trainer.global_step > running:
+    def stop_if_signaled(self, trainer, pl_module):
+        if pl_module.optimization.is_last_micro_batch:
             with Path(f"{log}{rank}").open("a") as file:
-                file.write(json.dumps([running, [position for batch in noted for position in batch]]) + "\n")
+                done = [position for batch in noted for position in batch]
+                file.write(json.dumps([trainer.global_step - 1, done]) + "\n")
             noted.clear()
         if (trainer.global_step, len(noted)) == stop and rank == on_rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        plain_end(self, trainer, *arguments)
+        plain_stop(self, trainer, pl_module)
 
-    replace(RetrofitModule, "training_step", training_step)
-    replace(Preemption, "on_train_batch_end", on_train_batch_end)
+    replace(RetrofitModule, "loss_at", loss_at)
+    replace(Preemption, "stop_if_signaled", stop_if_signaled)
 
 
 def noted_positions(log, ranks=(0,)):

@@ -15,6 +15,7 @@ from dmc.training.config import RunConfig
 from dmc.training.export import Exporter, choose_device, export_checkpoint
 from dmc.training.measure import score_text
 from dmc.training.module import RetrofitModule, noise_seeds
+from dmc.training.optimizer_step import host_batch
 from dmc.training.record import read_config, record_run
 from dmc.training.run import train
 from dmc.training.stages import Plan
@@ -186,7 +187,7 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [batch | {"position": torch.arange(len(batch["input_ids"]))} for batch in data.held_out("validation")]
     module = RetrofitModule(model, config, plan, Parallelism(config))
-    return module, [module.on_before_batch_transfer(batch, 0) for batch in batches]
+    return module, [host_batch(batch) for batch in batches]
 
 
 def test_noise_follows_the_sample_through_any_batch_split(run_values):
@@ -196,8 +197,8 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     whole = batches[0] | {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": [0, 1, 2, 3]}
     parts = [whole | {key: whole[key][i : i + 1] for key in ("input_ids", "position")} for i in range(4)]
     module.train()
-    split = torch.stack([module.training_step(part, 0) for part in parts]).mean()
-    torch.testing.assert_close(module.training_step(whole, 0), split, atol=1e-6, rtol=1e-6)
+    split = torch.stack([module(0, part) for part in parts]).mean()
+    torch.testing.assert_close(module(0, whole), split, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("counts", ["held", "decided"])
