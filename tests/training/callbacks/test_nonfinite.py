@@ -78,7 +78,7 @@ def test_too_many_in_a_row_end_the_run_with_its_state_saved_and_it_can_go_on(run
     config = build_config(RunConfig, run_values)
     folder = Path(config.output_dir)
     seen = spoil_gradients(1, 3, 4)
-    with pytest.raises(NonFiniteError, match="last 2 steps up to step 5 .* goes on after step 6"):
+    with pytest.raises(NonFiniteError, match=r"last 2 steps up to step 5 .* goes on after step 6"):
         train(config)
     assert checkpoint_step(folder) == 6  # the host hears of step 4 when step 5 is queued: that one is skipped too
     saved = load_checkpoint_model(saved_checkpoints(folder / "checkpoints")[0]).state_dict()
