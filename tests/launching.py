@@ -2,14 +2,12 @@
 
 import collections
 import csv
-import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -292,39 +290,6 @@ def prepare(rank, values, hub):
 
     refuse_network(rank, hub, allowed=(rank,))
     prepare_text(build_config(RunConfig, values))
-
-
-def hang_at(rank, step):
-    """Never begin the forward pass of one step."""
-
-    def hang(module, at):
-        while at == step:
-            time.sleep(0.1)
-
-    _before_each_loss(hang)
-
-
-def hold_interpreter_at(rank, step):
-    """Never begin the forward pass of one step, nor let another thread of Python run."""
-    _before_each_loss(lambda module, at: ctypes.PyDLL(None).sleep(600) if at == step else None)
-
-
-def crowd_steps(rank, seconds):
-    """Make every forward pass slow, and full of threads that come and go."""
-
-    def deep(depth):
-        if depth:
-            deep(depth - 1)
-
-    def crowd(module, at):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            thread = threading.Thread(target=deep, args=(30,))
-            thread.start()
-            deep(50)
-            thread.join()
-
-    _before_each_loss(crowd)
 
 
 def leave_time_to_kill(rank, seconds):

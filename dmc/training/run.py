@@ -78,18 +78,10 @@ def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
 
 
 def _keep_quiet() -> None:
-    """Silence device tables, tips and shard counters beside the progress bar."""
+    """Silence device tables, tips, shard counters, and two warnings about which a user can do nothing."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*`srun` command is available on your system but is not used.*")
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning's own
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning calls torch so
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `Positions`
-    warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
-    warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
-    if not is_rank_zero():
-        warnings.filterwarnings("ignore", message=".*normalizes its keys.*")  # one line, not one of each rank
     transformers.utils.logging.disable_progress_bar()
 
 
