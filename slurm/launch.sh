@@ -44,6 +44,8 @@ start_ranks() {
     shift
     export_rendezvous
     export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
+    # torch's flight recorder: the last collectives of each rank, written when one times out
+    export TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE="$folder/ranks/nccl_"
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST," \
         "CPUs per node: $SLURM_JOB_CPUS_PER_NODE: $folder"

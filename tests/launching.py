@@ -2,14 +2,12 @@
 
 import collections
 import csv
-import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -161,27 +159,25 @@ def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
     from dmc.training.callbacks.preemption import Preemption
     from dmc.training.module import RetrofitModule
 
-    plain_step, plain_end = RetrofitModule.training_step, Preemption.on_train_batch_end
-    running = 0
+    plain_loss, plain_stop = RetrofitModule.loss_at, Preemption.stop_if_signaled
     noted = []
 
-    def training_step(self, batch, batch_idx):
-        nonlocal running
-        running = self.global_step
+    def loss_at(self, step, batch):
         noted.append(batch["position"])
-        return plain_step(self, batch, batch_idx)
+        return plain_loss(self, step, batch)
 
-    def on_train_batch_end(self, trainer, *arguments):
-        if trainer.global_step > running:
+    def stop_if_signaled(self, trainer, pl_module):
+        if pl_module.optimization.is_last_micro_batch:
             with Path(f"{log}{rank}").open("a") as file:
-                file.write(json.dumps([running, [position for batch in noted for position in batch]]) + "\n")
+                done = [position for batch in noted for position in batch]
+                file.write(json.dumps([trainer.global_step - 1, done]) + "\n")
             noted.clear()
         if (trainer.global_step, len(noted)) == stop and rank == on_rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        plain_end(self, trainer, *arguments)
+        plain_stop(self, trainer, pl_module)
 
-    replace(RetrofitModule, "training_step", training_step)
-    replace(Preemption, "on_train_batch_end", on_train_batch_end)
+    replace(RetrofitModule, "loss_at", loss_at)
+    replace(Preemption, "stop_if_signaled", stop_if_signaled)
 
 
 def noted_positions(log, ranks=(0,)):
@@ -294,39 +290,6 @@ def prepare(rank, values, hub):
 
     refuse_network(rank, hub, allowed=(rank,))
     prepare_text(build_config(RunConfig, values))
-
-
-def hang_at(rank, step):
-    """Never begin the forward pass of one step."""
-
-    def hang(module, at):
-        while at == step:
-            time.sleep(0.1)
-
-    _before_each_loss(hang)
-
-
-def hold_interpreter_at(rank, step):
-    """Never begin the forward pass of one step, nor let another thread of Python run."""
-    _before_each_loss(lambda module, at: ctypes.PyDLL(None).sleep(600) if at == step else None)
-
-
-def crowd_steps(rank, seconds):
-    """Make every forward pass slow, and full of threads that come and go."""
-
-    def deep(depth):
-        if depth:
-            deep(depth - 1)
-
-    def crowd(module, at):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            thread = threading.Thread(target=deep, args=(30,))
-            thread.start()
-            deep(50)
-            thread.join()
-
-    _before_each_loss(crowd)
 
 
 def leave_time_to_kill(rank, seconds):

@@ -33,7 +33,7 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     strategy.cluster_environment = LightningEnvironment() if size == 1 else TorchElasticEnvironment()
     model = retrofit(fresh_model(config.model, 300, seed), config.compression).train()
     module: Any = SimpleNamespace(model=model)
-    strategy._lightning_module = module
+    strategy.connect(module)
     if size > 1:
         if not dist.is_initialized():
             dist.init_process_group(backend)
@@ -99,7 +99,7 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
         module = RetrofitModule(
             model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
         )
-        strategy._lightning_module = module
+        strategy.connect(module)
         if config.distillation is not None:
             module.teacher = Teacher(fresh_model(config.model, 300, seed=1), "", config.distillation.temperature)
         module.configure_model()

@@ -28,7 +28,7 @@ def allocated_peak(work):
 
 
 def train_steps(config, shape, num_steps=2, strategy=None):
-    """Make a model and train it as Lightning would: the gradients are there until the next backward begins."""
+    """Make a model and train it as a run does; the gradients of the last step are left."""
     training, mixed = config.training, config.trainer.precision == "bf16-mixed"
     model = AutoModelForCausalLM.from_config(shape)
     if config.has_gates:
@@ -45,10 +45,10 @@ def train_steps(config, shape, num_steps=2, strategy=None):
         for index in range(2):
             waits = strategy is not None and index == 0
             with strategy.block_backward_sync() if waits else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=mixed and strategy is None):
-                    loss = _loss(model, input_ids, teacher)
                 if index == 0:
                     optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed and strategy is None):
+                    loss = _loss(model, input_ids, teacher)
                 loss.backward()
                 del loss
         optimizer.step()

@@ -152,8 +152,8 @@ class StreamLoader:
     A batch is `{"input_ids": int64 [batch_size, sequence_length], "position": int64 [batch_size]}`, `position` being p,
     with "loss_mask" and "document_starts" as in `PackedTokens`. A shard draws from its sources as the schedule of a
     blend says, each shard from another place in it.
-    The state covers all ranks, so all of them must ask for it at the same time. It is that at the end of the last
-    `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
+    The state covers all ranks, so all of them must ask for it at the same time. It is that between two optimizer steps,
+    each of `draws_per_step` samples: a step under way, whose gradients no checkpoint holds, is drawn again.
 
     Args:
         sources: the streams, blended in their weights.
@@ -204,16 +204,20 @@ class StreamLoader:
         self.rank, self.world_size = rank, world_size
         self._num_drawn = 0  # by all ranks
         self._states: dict[int, list[dict[str, Any]]] = {}  # of this rank's shards, after the last sample handed out
-        self._finished_steps: tuple[int, dict[int, list[dict[str, Any]]]] = 0, {}
+        self._finished_steps: dict[int, dict[int, list[dict[str, Any]]]] = {0: {}}  # of the last two, by samples drawn
 
     def __len__(self) -> int:
         """Return this rank's batches from sample 0, wherever it goes on: Lightning resumes its own batch counter."""
         return self.num_draws // self.world_size // self.batch_size
 
-    def state_dict(self) -> dict[str, Any]:
-        """Gather the places of all ranks' shards: Lightning keeps only rank 0's state."""
-        num_drawn, states = self._finished_steps
-        gathered = Ranks.world().all_gather_object(states)
+    def state_dict(self, num_drawn: int | None = None) -> dict[str, Any]:
+        """Gather the places of all ranks' shards: Lightning keeps only rank 0's state.
+
+        Args:
+            num_drawn: samples of all ranks in the steps that are done; None: in all steps that were handed out.
+        """
+        num_drawn = max(self._finished_steps) if num_drawn is None else num_drawn
+        gathered = Ranks.world().all_gather_object(self._finished_steps[num_drawn])
         merged = {shard: state for states in gathered for shard, state in states.items()}
         return {"num_drawn": num_drawn, "num_stream_shards": len(self.shards), "shards": merged}
 
@@ -235,7 +239,7 @@ class StreamLoader:
             )
         self._num_drawn = state["num_drawn"]
         self._states = {shard: state["shards"][shard] for shard in self._shards_of_rank() if shard in state["shards"]}
-        self._finished_steps = self._num_drawn, dict(self._states)
+        self._finished_steps = {self._num_drawn: dict(self._states)}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield batches, read ahead by a process that hands out each sample with its shard's place behind it."""
@@ -252,7 +256,8 @@ class StreamLoader:
                 self._states[item["position"] % len(self.shards)] = state
             self._num_drawn += self.batch_size * self.world_size
             if self._num_drawn % self.draws_per_step == 0:
-                self._finished_steps = self._num_drawn, dict(self._states)  # places are replaced, never changed
+                last = max(self._finished_steps)  # its step is under way until the next one is read
+                self._finished_steps = {last: self._finished_steps[last], self._num_drawn: dict(self._states)}
             yield default_collate([item for item, _ in batch])
 
     def _shards_of_rank(self) -> range:

@@ -36,8 +36,8 @@ from dmc.models import CompressedCausalLM, load_model
 from dmc.models.build import twin
 from dmc.models.weights import INDEX_NAME, SINGLE_NAME, check_weights
 from dmc.ranks import Ranks
+from dmc.training.after_step import AfterStep
 from dmc.training.calibrate import calibrate_offset
-from dmc.training.callbacks.steps import AfterStep
 from dmc.training.checkpoints import as_write_error, load_last_model, on_every_rank
 from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text

@@ -1,4 +1,4 @@
-"""The LightningModule of a retrofit: one loss, one optimizer, every schedule a function of the step."""
+"""The LightningModule of a retrofit: its loss, its optimizer; what a step does is in `optimizer_step.py`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import Direction, Taught, token_mean
 from dmc.ranks import ALONE, Ranks
-from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints import MODEL_CONFIG
 from dmc.training.config import RunConfig
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
+
+OPTIMIZATION = "optimization"
+"""Key of the state of `OptimizerStep` in a checkpoint."""
 
 
 def noise_seeds(seed: int, positions: list[int]) -> list[int]:
@@ -85,12 +88,13 @@ class RetrofitModule(LightningModule):
         super().__init__()
         self.model, self.config, self.plan = with_token_losses(model), config, plan
         self.strategy = strategy
-        self.ratio_control = RatioControl(config.training.ratio_weight, config.training.ratio_control)
+        self.automatic_optimization = False
+        self.optimization = OptimizerStep(config.training)
         self.teacher: Teacher | None = None
         """Set before training if the run distills."""
         self._is_parallel = False
         self.batch_ended = 0.0
-        """When the last micro-batch ended, by `time.perf_counter`."""
+        """When the last step ended, by `time.perf_counter`."""
         self.micro_batch_metrics: list[dict[str, Tensor]] = []
         """Metrics of each micro-batch of the current step: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
@@ -120,23 +124,11 @@ class RetrofitModule(LightningModule):
             if self.teacher is not None:
                 self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path)
 
-    def on_train_start(self) -> None:
-        """Set the learning rate of the run's own plan: a milestone's run may have had another."""
-        scheduler: Any = self.lr_schedulers()
-        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the model ready for the step."""
-        self.prepare(self.global_step)
-
     def on_train_batch_end(self, *_: Any) -> None:
-        """Note the end of a micro-batch, after all callbacks."""
+        """Note the end of a step, after all callbacks."""
         self.batch_ended = time.perf_counter()
 
-    def on_after_backward(self) -> None:
+    def mask_gradients(self) -> None:
         """Mask the gradients of all rows but the borrowed neuron's if only gates are trained."""
         if self.config.training.gates_only and self.has_gates:
             for parameter, rows in self.model.neuron_rows():
@@ -153,33 +145,21 @@ class RetrofitModule(LightningModule):
         if delay is not None and delay != self.model.compression.delay:
             self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
 
-    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
-        """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
-        batch = {**batch, "position": batch["position"].tolist()}
-        if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
-            folds = batch["input_ids"].shape[1]
-            batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
-            batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
-        starts = batch.pop("document_starts", None)
-        return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
+    def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
+        """Take one optimizer step on its micro-batches."""
+        self.optimization.run(self, batch)
 
-    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
-        """Average the number of predicted tokens over the ranks, on the device and without waiting for it."""
-        if "num_predicted" in batch:
-            batch["num_predicted"] = Ranks.world().all_reduce(batch["num_predicted"], "avg")
-        return batch
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch, see `loss_at`."""
-        return self.loss_at(self.global_step, batch)
+    def forward(self, step: int, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of one micro-batch, see `loss_at`: what DistributedDataParallel and DeepSpeed wrap."""
+        return self.loss_at(step, batch)
 
     def loss_at(self, step: int, batch: dict[str, Any]) -> Tensor:
         """Return the loss of one micro-batch at a step of the plan, and record its metrics.
 
         Args:
             step: number of optimizer steps before it.
-            batch: result of `on_before_batch_transfer`: input_ids [B, T], global positions as B numbers, documents,
-                and, if given, loss_mask [B, T] and num_predicted, see `token_mean`.
+            batch: result of `host_batch`: input_ids [B, T], global positions as B numbers, documents, and, if given,
+                loss_mask [B, T] and num_predicted, see `token_mean`.
         """
         state = self.plan.at(step)
         input_ids = batch["input_ids"]
@@ -209,7 +189,7 @@ class RetrofitModule(LightningModule):
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
             metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
-            loss = loss + torch.as_tensor(self.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
+            loss = loss + torch.as_tensor(self.optimization.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
                 agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
                 metrics["train/head_agreement_loss"] = agreement_loss.detach()
@@ -229,7 +209,22 @@ class RetrofitModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the model's configuration, so that the checkpoint can be exported without the base."""
+        self.optimization.read(self.trainer)  # a resumed run does not log these steps again
+        checkpoint[OPTIMIZATION] = self.optimization.state_dict()
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore what outlives a step."""
+        self.optimization.load_state_dict(checkpoint[OPTIMIZATION])
+
+    def on_train_end(self) -> None:
+        """Log the last step.
+
+        Raises:
+            NonFiniteError: too many steps were skipped.
+        """
+        self.optimization.read(self.trainer)
+        self.optimization.refuse_to_go_on(self.global_step)
 
     def _average(self, losses: Tensor, targets: Tensor, batch: dict[str, Any]) -> Tensor:
         """Average the losses of a micro-batch, [B, T], so that the mean over micro-batches and ranks is the step's."""
@@ -268,7 +263,7 @@ class RetrofitModule(LightningModule):
         return loss, shares
 
     def configure_optimizers(self) -> Any:
-        """Make AdamW with decay on matrices only; the learning rate is the plan's."""
+        """Make AdamW with decay on matrices only."""
         training = self.config.training
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         decay = 0.0 if training.gates_only else training.weight_decay  # decay needs no gradient: it would change all
@@ -277,11 +272,7 @@ class RetrofitModule(LightningModule):
             {"params": [p for p in parameters if is_matrix[p]], "weight_decay": decay},
             {"params": [p for p in parameters if not is_matrix[p]], "weight_decay": 0.0},
         ]
-        # Under autocast Lightning would refuse to clip gradients of a fused optimizer; here `StepMetrics` clips them.
-        optimizer = torch.optim.AdamW(
-            groups, lr=training.learning_rate, betas=training.betas, eps=training.adam_eps, fused=True
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.plan.at(step).learning_rate / training.learning_rate
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        # Fused: it takes `found_inf`, see `OptimizerStep`. The learning rate is set at each step.
+        rate, betas, eps = training.learning_rate, training.betas, training.adam_eps
+        rate, betas, eps = training.learning_rate, training.betas, training.adam_eps
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)

@@ -31,7 +31,7 @@ MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
     "data.tokenize_num_proc", "model.architecture",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
-    "training.hang_timeout_minutes", "training.push_to_hub",
+    "training.push_to_hub",
     "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
     "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size", "trainer.context_parallel_size",

@@ -27,23 +27,22 @@ from dmc.data.hub import is_first_of_node
 from dmc.files import locked, refuse_occupied
 from dmc.models import retrofit
 from dmc.training.callbacks.adapter_init import AdapterInit
-from dmc.training.callbacks.preemption import PreemptedError, Preemption
+from dmc.training.callbacks.preemption import Preemption
+from dmc.training.callbacks.progress_bar import StepProgressBar
 from dmc.training.callbacks.save_last import SaveLast
-from dmc.training.callbacks.step_metrics import StepMetrics, StepProgressBar
-from dmc.training.callbacks.steps import StepProgress
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
-from dmc.training.callbacks.watchdog import HangWatchdog
 from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
 from dmc.training.config import ModelConfig, RunConfig
 from dmc.training.export import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule, Teacher
-from dmc.training.planning.start_checks import check_start, devices_per_node
+from dmc.training.planning.start_checks import check_start
 from dmc.training.record import check_branch, check_same_run, check_same_text, is_rank_zero, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
+from dmc.training.strategies.devices import devices_per_node
 from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests
 
 LOCK_NAME = ".lock"
@@ -79,18 +78,10 @@ def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
 
 
 def _keep_quiet() -> None:
-    """Silence device tables, tips and shard counters beside the progress bar."""
+    """Silence device tables, tips, shard counters, and two warnings about which a user can do nothing."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"lightning\..*", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*`srun` command is available on your system but is not used.*")
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning's own
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning calls torch so
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
-    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # its order is: `Positions`
-    warnings.filterwarnings("ignore", message=".*across ranks is zero.*")  # a run without stages
-    warnings.filterwarnings("ignore", message=".*overridden `on_(before|after)_batch_transfer`.*")
-    if not is_rank_zero():
-        warnings.filterwarnings("ignore", message=".*normalizes its keys.*")  # one line, not one of each rank
     transformers.utils.logging.disable_progress_bar()
 
 
@@ -220,12 +211,6 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     for each in loggers:
         each.log_hyperparams(dataclasses.asdict(config))
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    if preemption.stopped_at is not None:
-        saved = f"which is saved in {run.folder}" if preemption.stopped_at else "with nothing to save yet"
-        raise PreemptedError(
-            f"stopped by a signal after step {preemption.stopped_at} of {plan.total_steps}, {saved}: the same command "
-            "goes on"
-        )
     if trainer.global_step != plan.total_steps:
         raise ValueError(
             f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
@@ -252,15 +237,13 @@ def _build_trainer(
     config, strategy = module.config, cast(Any, module.strategy)
     training, settings, folder = config.training, config.trainer, Path(config.output_dir)
     calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
-    metrics = StepMetrics(training, folder, preemption.save_last)
-    callbacks: list[Callback] = [Throughput(config), StepProgress(), module.ratio_control]
+    callbacks: list[Callback] = [Throughput(config)]
     for start in (training.sensitivity_init, training.regression_init) if module.has_gates else ():
         callbacks += [] if start is None else [AdapterInit(start, calibration, folder)]
-    callbacks.append(HangWatchdog(folder / "stacks", training.hang_timeout_minutes * 60))
     if settings.lightning.get("enable_progress_bar", True):
-        callbacks.append(StepProgressBar(metrics, refresh_rate=training.log_every_steps))
-    callbacks += [metrics, Validation(validation, folder / "heatmaps", training.validate_every_steps), exporter]
-    others = [instantiate(own, f"callbacks.{name}", Callback) for name, own in config.callbacks.items()]
+        callbacks.append(StepProgressBar(refresh_rate=training.log_every_steps))
+    callbacks += [Validation(validation, folder / "heatmaps", training.validate_every_steps), exporter]
+    others = [instantiate(settings, f"callbacks.{name}", Callback) for name, settings in config.callbacks.items()]
     callbacks += [*others, preemption.save_last, preemption]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
@@ -275,7 +258,6 @@ def _build_trainer(
             precision=strategy.precision,
             max_steps=module.plan.total_steps,
             max_epochs=1,
-            gradient_clip_val=training.gradient_clip if strategy.clips_in_optimizer else None,  # else see `StepMetrics`
             logger=loggers,
             callbacks=callbacks,
             plugins=plugins,
@@ -291,5 +273,5 @@ def _build_trainer(
         given = f"accelerator={settings.accelerator}, devices={settings.devices}{further}"
         raise ValueError(f"trainer.{given}: {error}") from error
     warn_of_idle_tensor_cores(trainer.strategy.root_device, settings.precision)
-    trainer.accumulate_grad_batches = training.accumulation(trainer.world_size // settings.devices_per_sequence)
+    training.accumulation(trainer.world_size // settings.devices_per_sequence)
     return trainer

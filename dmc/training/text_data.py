@@ -39,7 +39,7 @@ from dmc.models.attention import Documents
 from dmc.models.loading import load_tokenizer
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.config import ModelConfig, RunConfig
-from dmc.training.counted_steps import CountedSteps
+from dmc.training.optimizer_step import StepLoader
 from dmc.training.stages import Plan
 
 SPLITS = ("train", "validation", "calibration", "test")
@@ -189,12 +189,15 @@ class TextData(LightningDataModule):
                 train = Subset(train, range(count))
             self._train = Shuffled(train, self.config.seed) if isinstance(train, Sized) else train
 
-    def train_dataloader(self) -> DataLoader[dict[str, Any]] | StreamLoader | CountedSteps:
+    def train_dataloader(self) -> StepLoader:
         """Start at the sample after the last one that an optimizer step has consumed."""
-        loader, trainer = self._micro_batches(), self.trainer
-        if trainer is not None and self.config.training.loss_average == "token":
-            return CountedSteps(loader, trainer.accumulate_grad_batches)
-        return loader
+        training, trainer = self.config.training, self.trainer
+        assert trainer is not None
+        accumulation = training.accumulation(trainer.world_size // self.config.trainer.devices_per_sequence)
+        counts_tokens = training.loss_average == "token"
+        return StepLoader(
+            self._micro_batches(), accumulation, counts_tokens, lambda: trainer.global_step * training.batch_size
+        )
 
     def _micro_batches(self) -> DataLoader[dict[str, Any]] | StreamLoader:
         training, trainer = self.config.training, self.trainer

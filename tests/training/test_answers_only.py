@@ -53,7 +53,7 @@ def batches(monkeypatch):
     plain, seen = RetrofitModule.training_step, []
 
     def training_step(module, batch, batch_idx):
-        seen.append(batch)
+        seen.extend(batch)
         return plain(module, batch, batch_idx)
 
     monkeypatch.setattr(RetrofitModule, "training_step", training_step)

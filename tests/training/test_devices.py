@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.models import retrofit
-from dmc.training.callbacks import step_metrics
-from dmc.training.callbacks.step_metrics import StepMetrics
+from dmc.training import optimizer_step
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher, train_gates_only
 from dmc.training.stages import Plan
@@ -73,7 +72,7 @@ def batch_of(module, device):
         if module.config.training.document_masking:
             batch["document_starts"] = torch.zeros(2, LENGTH, dtype=torch.bool)
             batch["document_starts"][[0, 0, 0, 1], [0, 101, 301, 0]] = True
-        batch = module.on_before_batch_transfer(batch, 0)
+        batch = optimizer_step.host_batch(batch)
     return move_data_to_device(batch, torch.device(device))
 
 
@@ -103,8 +102,8 @@ def variant(run_values, request):
 
 
 @pytest.fixture
-def make_metrics(monkeypatch, tmp_path):
-    """Make the metrics of a run, which note when the figures of a step are read, and on which device they wait."""
+def finishing(monkeypatch):
+    """What ends a step before the optimizer's; noted is when its figures are read, and on which device they wait."""
     noted = SimpleNamespace(reads=[], devices=set())
     trainer = SimpleNamespace(global_step=0, global_rank=0, loggers=[])
 
@@ -117,25 +116,27 @@ def make_metrics(monkeypatch, tmp_path):
             noted.reads.append(trainer.global_step)
             return [0.5] * self.size
 
-    def make(module):
-        metrics = StepMetrics(module.config.training, tmp_path, None)
-        metrics._note = lambda *_: None
-        return metrics, trainer, noted
+    def finish_step(module, optimizer):
+        optimization = module.optimization
+        figures = optimization.agree(module, trainer.global_step)
+        optimization.clip_or_skip(module, optimizer, figures)
+        optimization.read(trainer)
+        optimization._unread = figures
 
-    monkeypatch.setattr(step_metrics, "LateNumbers", Late)
-    return make
+    monkeypatch.setattr(optimizer_step, "LateNumbers", Late)
+    return finish_step, trainer, noted
 
 
 @pytest.mark.parametrize("precision", STOCK)
 @pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
-    run_values, make_stock, make_metrics, variant, training, precision
+    run_values, make_stock, finishing, variant, training, precision
 ):
     run_values["trainer"]["precision"] = precision
     with fake_gpu():
         module = build_module(run_values, make_stock, "cuda", **training)
-        metrics, trainer, noted = make_metrics(module)
-        optimizer = module.configure_optimizers()["optimizer"]
+        finish_step, trainer, noted = finishing
+        optimizer = module.configure_optimizers()
         for step in (0, module.plan.total_steps - 1):
             trainer.global_step = step
             module.prepare(step)
@@ -146,7 +147,7 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
                 assert {value.device.type for each in module.micro_batch_metrics for value in each.values()} == {"cuda"}
                 for parameter in (each for group in optimizer.param_groups for each in group["params"]):
                     parameter.grad = torch.empty_like(parameter)  # there is no backward on "cuda"
-                metrics.on_before_optimizer_step(trainer, module, optimizer)
+                finish_step(module, optimizer)
                 optimizer.step()
             assert loss.device.type == optimizer.found_inf.device.type == "cuda"
             kernels = {fused_kernel(module, step, precision)}
@@ -159,19 +160,18 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
 
 
 @pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
-def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, make_metrics, variant, training):
+def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, finishing, variant, training):
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)
-        metrics, trainer, noted = make_metrics(module)
+        finish_step, trainer, noted = finishing
         optimizer = SimpleNamespace()
         for step in range(module.plan.total_steps):
             trainer.global_step = step
             module.prepare(step)
             batch = batch_of(module, "meta")
-            metrics.on_train_batch_start(trainer, module, batch, 0)
             with StepWatch(LENGTH) as watch:
                 module.loss_at(step, batch).backward()
-                metrics.on_before_optimizer_step(trainer, module, optimizer)
+                finish_step(module, optimizer)
             assert optimizer.found_inf.device.type == "meta"
             assert not watch.waits and not watch.quadratic
             backward = f"{fused_kernel(module, step, '32-true')}_backward"

@@ -1,18 +1,12 @@
-import os
 import shutil
-import signal
 import sys
-import time
 from io import StringIO
-from pathlib import Path
 
 import pytest
-from launching import logged_losses
 
 from dmc.config import build_config
 from dmc.results.provenance import git_commit
 from dmc.training import loggers
-from dmc.training.callbacks.validation import Validation
 from dmc.training.config import RunConfig
 from dmc.training.run import train
 
@@ -79,45 +73,3 @@ def test_runs_of_one_process_are_runs_of_their_own_at_wandb(tracked_values, tmp_
         train(build_config(RunConfig, in_folder(tracked_values, tmp_path / name)))
         assert wandb.run is None
         assert list((tmp_path / name / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def without_network(monkeypatch):
-    import wandb
-
-    monkeypatch.setattr(wandb, "login", lambda **_: True)
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody answers
-
-
-def test_a_login_without_a_network_keeps_figures_offline_and_warns_once(tracked_values, monkeypatch, caplog):
-    without_network(monkeypatch)
-    tracked_values["logger"]["wandb"]["settings"] = {"init_timeout": 1}
-    run = train(build_config(RunConfig, tracked_values))
-    assert list((run.folder / "wandb").glob("offline-run-*/*.wandb")) and run.is_finished
-    assert caplog.text.count("wandb cannot be reached") == 1
-
-
-def test_a_signal_to_wandbs_process_does_not_end_the_run(tracked_values, monkeypatch, caplog, tmp_path):
-    plain = Validation.log_score
-
-    def log_score(self, trainer, score):
-        for process in Path("/proc").glob("[0-9]*"):
-            if b"wandb-core" in (process / "cmdline").read_bytes():
-                if (process / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                    os.kill(int(process.name), signal.SIGTERM)
-                    wait_for_end(process)
-        plain(self, trainer, score)
-
-    def wait_for_end(process):
-        while (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
-
-    monkeypatch.setenv("WANDB_MODE", "offline")  # wandb remembers the login of another test for as long as it lives
-    monkeypatch.setattr(Validation, "log_score", log_score)
-    tracked_values["training"]["validate_every_steps"] = 1
-    run = train(build_config(RunConfig, tracked_values))
-    assert run.is_finished and sorted(logged_losses(run.folder)) == [0, 1]
-    assert caplog.text.count("wandb is gone") == 1
-    monkeypatch.setattr(Validation, "log_score", plain)
-    next_run = train(build_config(RunConfig, in_folder(tracked_values, tmp_path / "next")))
-    assert list((next_run.folder / "wandb").glob("offline-run-*/*.wandb"))

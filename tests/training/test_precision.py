@@ -15,7 +15,8 @@ from dmc.config import build_config
 from dmc.models import FAMILIES, next_tokens, with_token_losses
 from dmc.models.attention import CompressedAttentionMixin, Documents
 from dmc.models.masked_attention import as_on
-from dmc.training.callbacks import adapter_init, step_metrics, validation
+from dmc.training import optimizer_step
+from dmc.training.callbacks import adapter_init, validation
 from dmc.training.config import RunConfig
 from dmc.training.export import Exporter
 from dmc.training.measure import score_text
@@ -168,7 +169,7 @@ def test_validation_resets_at_documents_as_training_does_and_an_export_is_scored
 
 def test_without_a_clip_gradients_stay_as_they_are(two_steps, monkeypatch):
     clipped = []
-    monkeypatch.setattr(step_metrics, "clip_grads_with_norm_", lambda *_, **__: clipped.append(1))
+    monkeypatch.setattr(optimizer_step, "clip_grads_with_norm_", lambda *_, **__: clipped.append(1))
     for clip, times in ((1.0, 2), (None, 0)):
         clipped.clear()
         two_steps["training"]["gradient_clip"] = clip

@@ -14,10 +14,9 @@ from dmc.config import build_config
 from dmc.data import Shuffled, TextSource, build_packed, framing_of, train_tokenizer
 from dmc.models import load_model, retrofit
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
-from dmc.training.callbacks.step_metrics import RatioControl
 from dmc.training.checkpoints import read_tensors, remove, saved_checkpoints
 from dmc.training.config import RatioControlConfig, RunConfig
-from dmc.training.counted_steps import CountedSteps
+from dmc.training.optimizer_step import RatioControl, StepLoader
 from dmc.training.run import fresh_model, train
 from dmc.training.stages import Plan
 
@@ -149,11 +148,12 @@ def test_a_step_is_counted_before_its_first_micro_batch_and_no_later_one_is_read
         for number in range(5):
             read.append(number)
             mask = torch.tensor([[1.0, 0.5 * number, 9.0], [1.0, 1.0, 0.0]])
-            yield {"loss_mask": mask, "number": number}
+            yield {"input_ids": mask.long(), "position": torch.tensor([number, number]), "loss_mask": mask}
 
-    counted = iter(CountedSteps(micro_batches(), 2))
-    assert [float(next(counted)["num_predicted"]) for _ in range(2)] == [10.25, 10.25] and read == [0, 1]
-    assert float(next(counted)["num_predicted"]) == 11.25 and read == [0, 1, 2, 3]
+    steps = iter(StepLoader(micro_batches(), 2, counts_tokens=True))
+    assert [float(micro_batch["num_predicted"]) for micro_batch in next(steps)] == [10.25, 10.25] and read == [0, 1]
+    assert [float(micro_batch["num_predicted"]) for micro_batch in next(steps)] == [11.25, 11.25]
+    assert read == [0, 1, 2, 3]
 
 
 def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):

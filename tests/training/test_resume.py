@@ -178,7 +178,7 @@ def test_second_start_of_a_run_that_is_being_trained_is_refused_and_touches_noth
     plain, starts = RetrofitModule.training_step, []
 
     def training_step(module, batch, batch_idx):
-        if batch_idx == 9 and not starts:
+        if batch_idx == 3 and not starts:
             starts.append(2)
             before = files_of(tmp_path)
             message = r"run is being trained: another process holds .*run/.lock .*choose another output_dir"

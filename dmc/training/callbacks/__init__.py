@@ -1,1 +1,1 @@
-"""Callbacks of a run: metrics, skipped steps, validation, snapshots, preemption, the watchdog."""
+"""Callbacks of a run: adapter initialization, evaluation, preemption, throughput, validation."""

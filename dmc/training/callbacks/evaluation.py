@@ -21,7 +21,7 @@ from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
 from dmc.results.tasks import Sample
 from dmc.results.tasks.asking import Asking, Turns
-from dmc.training.callbacks.steps import AfterStep
+from dmc.training.after_step import AfterStep
 from dmc.training.measure import evaluating
 
 

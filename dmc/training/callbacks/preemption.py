@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
 
 from dmc.ranks import ALONE
 from dmc.training.callbacks.save_last import SaveLast
@@ -42,8 +42,6 @@ class Preemption(Callback):
 
     def __init__(self, save_last: SaveLast) -> None:
         self.save_last = save_last
-        self.stopped_at: int | None = None
-        """Number of whole steps that were saved at the stop; None: no stop was requested."""
         self.hosts = ALONE
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
@@ -63,22 +61,34 @@ class Preemption(Callback):
         self._listen(SIGNALS)
         self.hosts = pl_module.strategy.hosts
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree with the other ranks; on a signal to any of them save, requeue, stop."""
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        """Agree with the other ranks after each micro-batch, the last one only once its step is done."""
+        if not pl_module.optimization.is_last_micro_batch:
+            self.stop_if_signaled(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        """Agree with the other ranks after a step."""
+        self.stop_if_signaled(trainer, pl_module)
+
+    def stop_if_signaled(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save, requeue and stop if any rank got a signal; called by all ranks together.
+
+        Raises:
+            PreemptedError: one did; on all ranks.
+        """
         received = bool(self._received), bool(self._received & REQUEUE_SIGNALS)
         stops, requeue = self.hosts.all_reduce(torch.tensor(received, dtype=torch.int64)).tolist()
         if not stops:
             return
-        step = trainer.global_step
-        if step == 0:
-            logger.warning("told to stop before the first step is done: there is nothing to save")
-        else:
+        folder, step = self.save_last.folder.parent, trainer.global_step
+        if step > 0:
             self.save_last.save(trainer, step)
-            logger.warning("told to stop: step %d is saved", step)  # now: a requeued job is soon killed
+        saved = f"which is saved in {folder}" if step else "with nothing to save yet"
+        message = f"stopped by a signal after step {step} of {trainer.max_steps}, {saved}: the same command goes on"
+        logger.warning(message)  # now: a requeued job is soon killed
         if requeue and trainer.is_global_zero:
             requeue_job()
-        self.stopped_at = step
-        trainer.should_stop = True
+        raise PreemptedError(message)
 
     def _listen(self, numbers: frozenset[signal.Signals]) -> None:
         if _in_main_thread():  # Python allows handlers nowhere else

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 
-from dmc.training.callbacks.steps import AfterStep
+from dmc.training.after_step import AfterStep
 from dmc.training.checkpoints import MILESTONES_NAME, step_name
 
 
@@ -40,7 +40,7 @@ class SaveLast(AfterStep):
             milestone = self.folder.with_name(MILESTONES_NAME) / name
             if not trainer.strategy.broadcast(milestone.exists()):  # a step that was done twice
                 trainer.save_checkpoint(milestone, weights_only=False)
-        if step % self.every_steps == 0 or step == trainer.max_steps:
+        if step % self.every_steps == 0 or step == trainer.max_steps or trainer.should_stop:
             self._begin(trainer, step)
 
     def save(self, trainer: Trainer, step: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning import LightningModule, Trainer
 
-from dmc.training.callbacks.steps import AfterStep
+from dmc.training.after_step import AfterStep
 
 SAVED_NAME = "stop_once.json"
 """File in the run's folder: after how many steps it was stopped, and how long saving took."""
@@ -34,7 +34,7 @@ class StopOnce(AfterStep):
             if trainer.global_rank == trainer.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write down how long saving took."""
         if self._stopped_at is not None and trainer.is_global_zero:
             saved = {"step": self.step, "seconds": time.perf_counter() - self._stopped_at}

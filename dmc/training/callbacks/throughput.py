@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 
-from dmc.training.callbacks.steps import AfterStep
+from dmc.training.after_step import AfterStep
 from dmc.training.config import RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 
@@ -31,7 +31,7 @@ class Throughput(AfterStep):
         self._batch_started = self._flops = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Note the start of a micro-batch; between it and the end of the one before the run has waited for data."""
+        """Note the start of a step; between it and the end of the one before the run has waited for data."""
         self._batch_started = time.perf_counter()
         self._data_seconds += self._batch_started - pl_module.batch_ended
 

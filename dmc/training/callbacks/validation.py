@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dmc.ranks import Ranks
-from dmc.training.callbacks.steps import AfterStep
+from dmc.training.after_step import AfterStep
 from dmc.training.measure import TextScore, score_text
 
 RATIOS_NAME = "ratios.jsonl"

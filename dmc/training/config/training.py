@@ -237,8 +237,6 @@ class TrainingConfig:
     log_every_steps: Count = 10
     max_nonfinite_steps: Count = 10
     """Number of consecutive steps with a non-finite loss or gradient, which are skipped, before the run ends."""
-    hang_timeout_minutes: Annotated[StrictFloat, Field(ge=0, le=1e6)] = 30.0
-    """Minutes without a micro-batch after which the stacks of all threads are written to a file; 0: never."""
 
     def __post_init__(self) -> None:
         if not self.stages and self.regression_init is None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
-from dmc.training.callbacks.step_metrics import StepMetrics
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
@@ -48,7 +44,7 @@ class FakeStep:
             model = retrofit(model, config.gates)
         self.module = RetrofitModule(model.train(), config, plan, strategy)
         self.module.model.lm_head.most_chunks = NUM_CHUNKS
-        strategy._lightning_module = self.module
+        strategy.connect(self.module)
         if config.distillation is not None:
             teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
             self.module.teacher = Teacher(teacher, "", config.distillation.temperature)
@@ -58,11 +54,11 @@ class FakeStep:
                 strategy.parallelize(self.module.model, "")
                 if self.module.teacher is not None:
                     strategy.parallelize(self.module.teacher.model, "")
-        self.optimizer = self.module.configure_optimizers()["optimizer"]
+        self.optimizer = self.module.configure_optimizers()
         strategy.optimizers = [self.optimizer]
 
     def micro_batch(self, is_first: bool = True, is_last: bool = True) -> None:
-        """Forward and backward of a micro-batch; the first one's forward still finds the gradients of the step before.
+        """Forward and backward of a micro-batch.
 
         Args:
             is_first: of its step.
@@ -71,19 +67,19 @@ class FakeStep:
         training = self.config.training
         input_ids = torch.zeros(training.micro_batch_size, training.sequence_length, dtype=torch.long)
         batch = {"input_ids": input_ids, "position": list(range(len(input_ids))), "documents": None}
+        if is_first:
+            self.optimizer.zero_grad()
         waits = self.strategy.holds_parts and not is_last
         with self.strategy.block_backward_sync() if waits else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=self.strategy.precision == "bf16-mixed"):
                 loss = self.module.loss_at(self.module.plan.total_steps - 1, batch)
-            if is_first:
-                self.optimizer.zero_grad()
             loss.backward()
 
     def agree(self) -> None:
-        """Norm, figures and clipping of the gradients, before the optimizer's step."""
-        metrics = StepMetrics(self.config.training, Path(), None)  # type: ignore
-        trainer: Any = SimpleNamespace(global_step=self.module.plan.total_steps - 1)
-        metrics.on_before_optimizer_step(trainer, self.module, self.optimizer)
+        """Norm and clipping of the gradients, before the optimizer's step."""
+        optimization = self.module.optimization
+        figures = optimization.agree(self.module, self.module.plan.total_steps - 1)
+        optimization.clip_or_skip(self.module, self.optimizer, figures)
 
 
 @contextmanager

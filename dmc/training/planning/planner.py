@@ -15,8 +15,9 @@ from dmc.training.flops import peak_flops, run_flops_per_token
 from dmc.training.planning.disk import Disk, plan_disk
 from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.proposal import Proposal, propose
-from dmc.training.planning.start_checks import check_start, devices_per_node, model_shape
+from dmc.training.planning.start_checks import check_start, model_shape
 from dmc.training.stages import Plan
+from dmc.training.strategies.devices import devices_per_node
 
 ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0
 GIB = 2**30

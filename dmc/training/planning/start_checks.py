@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from dmc.data import MegatronSource, local_copy
@@ -53,25 +52,6 @@ def check_start(config: RunConfig, num_local: int) -> None:
             "training.sequence_length=%d is beyond the %d positions that the model knows (max_position_embeddings)",
             training.sequence_length, model.max_position_embeddings,
         )  # fmt: skip
-
-
-def devices_per_node(config: RunConfig) -> int:
-    """Return the devices of one node.
-
-    Raises:
-        ValueError: all are asked for, and there is none here to count.
-    """
-    devices, accelerator = config.trainer.devices, config.trainer.accelerator
-    if devices != "auto":
-        return int(devices)
-    if accelerator != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    if accelerator in ("auto", "cpu"):
-        return 1  # as Lightning does
-    raise ValueError(
-        f"trainer.devices={devices} and this machine has no GPU to count: give the GPUs of a node, "
-        "such as trainer.devices=8"
-    )
 
 
 def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:

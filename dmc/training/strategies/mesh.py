@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -38,7 +37,7 @@ from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
-from dmc.training.planning.start_checks import devices_per_node
+from dmc.training.strategies.devices import devices_per_node
 from dmc.training.strategies.parallelism import Parallelism, no_states
 
 MESH_NAMES = ("replicate", "shard", "tensor")
@@ -70,8 +69,6 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         self.holds_parts = shard_size * tensor_size > 1
         if self.holds_parts:
             self.precision = "32-true"  # what is bfloat16 is said by the policy of `fully_shard`, not by autocast
-        elif self.num_copies > 1:
-            self._forward_redirection = _DDPForwardRedirection()
 
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:
@@ -83,7 +80,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             self.set_world_ranks()
             ParallelStrategy.setup_environment(self)
             return
-        self._setup_distributed()
+        super().setup_environment()
         self.make_mesh(self.root_device.type)
 
     def make_mesh(self, device_type: str) -> None:
@@ -92,7 +89,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         context, tensor = trainer.context_parallel_size, trainer.tensor_parallel_size
         places = torch.arange(torch.Size(self.mesh_shape).numel()).view(-1, tensor, context)
         places = places.transpose(1, 2).reshape(self.mesh_shape)
-        self._device_mesh = DeviceMesh(device_type, places, mesh_dim_names=MESH_NAMES)
+        self.mesh = DeviceMesh(device_type, places, mesh_dim_names=MESH_NAMES)
         self.context_ranks = Ranks.new_subgroups(context, context)
         self.head_ranks = self.context_ranks if tensor == 1 else Ranks.new_subgroups(context * tensor, context)
 
@@ -139,7 +136,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             model.ranks, model.context_ranks = self.head_ranks, self.context_ranks
         if not self.holds_parts:
             return
-        mesh = self.device_mesh
+        mesh = self.mesh
         if mesh["tensor"].size() > 1:
             apply_tensor_parallel(model, mesh["tensor"])
         policy = MixedPrecisionPolicy()

@@ -100,6 +100,10 @@ class Parallelism:
         """Return the gradient norm before clipping, a scalar; with `clips_in_optimizer` that of the last step."""
         return gradient_norm(module)
 
+    def training_step(self, *arguments: Any) -> None:
+        """Take a whole optimizer step: its forward passes enter autocast and the wrapped model by themselves."""
+        self.lightning_module.training_step(*arguments)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Leave the weights to `save_checkpoint`."""
         return {}

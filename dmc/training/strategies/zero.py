@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         Parallelism.__init__(self, config)
         self.holds_parts = self.zero_stage == 3
         assert isinstance(self.config, dict)  # DeepSpeed's
+        self.config["gradient_clipping"] = config.training.gradient_clip or 0.0
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW needs no compiler
         self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # many micro-batches vanish in a bfloat16 sum
 
@@ -123,9 +125,13 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
                 buffer.data = buffers[name].to(buffer.device)
         self._zero.check_grad_overflow = True  # by itself DeepSpeed does not look in float32
 
-    def backward(self, closure_loss: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Leave the loss as Lightning has divided it by the accumulated micro-batches: DeepSpeed would do so again."""
-        return super().backward(closure_loss, *arguments, **options, scale_wrt_gas=False)
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Sum gradients of micro-batches that are not the last of their step."""
+        engine: Any = self.deepspeed_engine
+        engine.set_gradient_accumulation_boundary(False)
+        yield
+        engine.set_gradient_accumulation_boundary(True)
 
     def tensors(self) -> dict[str, Any]:
         """See `Parallelism`: of each weight and state some rows, which DeepSpeed gathers for it one by one."""

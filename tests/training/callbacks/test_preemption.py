@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import stat
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ class FakeTrainer(SimpleNamespace):
     """What a callback sees of a trainer."""
 
     def __init__(self, rank=0):
-        super().__init__(global_step=0, should_stop=False, is_global_zero=rank == 0, saved=[])
+        super().__init__(global_step=0, max_steps=8, is_global_zero=rank == 0, saved=[])
 
 
 class OtherRank:
@@ -75,6 +76,8 @@ class OtherRank:
 
 
 class FakeSaver:
+    folder = Path("run/checkpoints")
+
     def save(self, trainer, step):
         trainer.saved.append(step)
 
@@ -95,24 +98,25 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
     trainer.global_step = 3  # whole steps: the next one is under way
     with Preemption(FakeSaver()) as preemption:
         preemption.on_train_start(trainer, ALONE_MODULE)
-        preemption.on_train_batch_end(trainer, None)
-        assert not trainer.saved and not trainer.should_stop
+        preemption.stop_if_signaled(trainer, None)
+        assert not trainer.saved
         preemption.hosts = others or preemption.hosts
         if number is not None:
             os.kill(os.getpid(), number)
-        preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [3] and trainer.should_stop and preemption.stopped_at == 3
+        with pytest.raises(PreemptedError, match="after step 3 of 8, which is saved"):
+            preemption.stop_if_signaled(trainer, None)
+    assert trainer.saved == [3]
     assert fake_scontrol() == calls
 
 
-def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save(caplog):
+def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save():
     trainer = FakeTrainer()
     with Preemption(FakeSaver()) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded: the default would kill
         preemption.on_train_start(trainer, ALONE_MODULE)
-        preemption.on_train_batch_end(trainer, None)
-    assert trainer.saved == [] and trainer.should_stop and preemption.stopped_at == 0
-    assert "before the first step is done" in caplog.text
+        with pytest.raises(PreemptedError, match="with nothing to save yet"):
+            preemption.stop_if_signaled(trainer, None)
+    assert trainer.saved == []
 
 
 def test_task_of_an_array_requeues_itself_alone(fake_scontrol, monkeypatch):

@@ -41,14 +41,14 @@ def shape_of(config):
     ],
 )
 def test_architecture_of_every_model_option_has_the_published_number_of_weights(name, count):
-    architecture = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())["architecture"]
+    architecture = yaml.safe_load((ROOT / "configs" / "base" / f"{name}.yaml").read_text())["architecture"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_every_model_option_with_a_hub_name_has_an_architecture():
-    for path in (ROOT / "configs" / "model").glob("*.yaml"):
+    for path in (ROOT / "configs" / "base").glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
         assert (values.get("architecture") is None) == (values.get("path") in (None, "???")), path
 

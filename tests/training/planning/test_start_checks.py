@@ -10,8 +10,9 @@ from composing import CONFIGS, changed, composed, names, opening
 from dmc.config import build_config
 from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.planning import planner
-from dmc.training.planning.start_checks import check_start, devices_per_node
+from dmc.training.planning.start_checks import check_start
 from dmc.training.run import train
+from dmc.training.strategies.devices import devices_per_node
 
 GPUS_OF_A_NODE = 8
 TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}

@@ -1,0 +1,305 @@
+"""One optimizer step, from its micro-batches to the log: `OptimizerStep.run` is the step, in the order it happens.
+
+A step whose loss or gradient is not finite on any rank counts in the plan and in the data order, but changes neither
+weights nor optimizer state. All that depends on the figures of a step runs on the device, which never waits for the
+host: the host reads them once the next step is queued.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from dmc.models.attention import Documents
+from dmc.models.token_losses import num_predicted
+from dmc.ranks import Ranks
+from dmc.training.config import RatioControlConfig, TrainingConfig
+
+LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
+WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
+RATIO_METRICS = {
+    "relaxed_cache_fraction": "train/noisy_ratio",
+    "hard_cache_fraction": "train/achieved_ratio",
+    "decided_fraction": "train/decided_ratio",
+}
+"""Shares of the cache, which can be averaged, and the ratios they are logged as."""
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(ArithmeticError):
+    """Too many steps in a row had a loss or gradient that is not finite; the run's state is saved."""
+
+
+class OptimizerStep:
+    """Takes the optimizer steps of a run, and keeps what outlives one: skipped steps, and the ratio loss's weight.
+
+    Args:
+        training: settings of clipping, logging, and how many steps in a row may be skipped.
+    """
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self.training = training
+        self.ratio_control = RatioControl(training.ratio_weight, training.ratio_control)
+        self.latest: dict[str, float] = {}
+        """Metrics of the last step that the host has read."""
+        self.is_last_micro_batch = False
+        self._skipped_steps: int | Tensor = 0
+        self._skipped_in_a_row: int | Tensor = 0  # as the device counts
+        self._read_in_a_row, self._last_skipped = 0, 0  # as the host does
+        self._unread: Figures | None = None
+
+    def run(self, module: Any, micro_batches: list[dict[str, Any]]) -> None:
+        """Take one optimizer step, on all ranks together.
+
+        Args:
+            module: the `RetrofitModule`, with Lightning's trainer.
+            micro_batches: those of this rank, see `StepLoader`.
+        """
+        step, optimizer, strategy, trainer = module.global_step, module.optimizers(), module.strategy, module.trainer
+
+        # Schedule: learning rate, target ratio and delay are functions of the step.
+        module.prepare(step)
+        for group in optimizer.param_groups:
+            group["lr"] = module.plan.at(step).learning_rate
+
+        # Accumulate. Each loss is divided so that the sum is a mean over the step's tokens, or sequences, of all ranks.
+        share_predicted_tokens(micro_batches)
+        for micro_batch in micro_batches:
+            self.is_last_micro_batch = micro_batch is micro_batches[-1]
+            with nullcontext() if self.is_last_micro_batch else strategy.block_backward_sync():
+                with trainer.precision_plugin.forward_context():
+                    loss = trainer.model(step, micro_batch)
+                module.manual_backward(loss / len(micro_batches))
+        module.mask_gradients()
+
+        # Clip, skip if anything is not finite, step. DeepSpeed does all three in its own step.
+        positions = [micro_batch["position"] for micro_batch in micro_batches]
+        if strategy.clips_in_optimizer:
+            optimizer.step()
+            figures = self.agree(module, step, positions)
+        else:
+            figures = self.agree(module, step, positions)
+            self.clip_or_skip(module, optimizer.optimizer, figures)
+            optimizer.step()
+        optimizer.zero_grad()
+
+        # Log the step before, which the host reads now that this one is queued. Stop if too many in a row were skipped:
+        # until the host knows, the device skips all that follow.
+        self.read(trainer)
+        self._unread = figures
+        if strategy.clips_in_optimizer:
+            self.read(trainer)  # DeepSpeed has waited for the device already
+        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+            trainer.should_stop = True  # upon which `SaveLast` saves
+
+    def agree(self, module: Any, step: int, positions: Sequence[list[int]] = ()) -> Figures:
+        """Average the figures of a step over micro-batches and ranks, and decide whether to skip it.
+
+        A figure that is not finite on one rank makes the mean so on all of them: all skip, or none.
+        """
+        norm = module.strategy.gradient_norm(module)
+        names = list(module.micro_batch_metrics[0])
+        means = [torch.stack([m[name].double() for m in module.micro_batch_metrics]).mean() for name in names]
+        figures = Ranks.world().all_reduce(torch.stack([*means, norm.to(module.device).double()]), "avg")
+        is_skipped = ~figures.isfinite().all() | (self._skipped_in_a_row >= self.training.max_nonfinite_steps)
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * is_skipped
+        self._skipped_steps = self._skipped_steps + is_skipped
+
+        settings = module.settings_at(step)
+        losses = [metrics[LOSS].double() for metrics in module.micro_batch_metrics]
+        module.micro_batch_metrics.clear()
+        more = {SKIPPED: self._skipped_steps}
+        if RATIO_LOSS in names:
+            if isinstance(self.ratio_control.weight, Tensor):
+                more[WEIGHT] = self.ratio_control.weight
+            else:
+                settings[WEIGHT] = self.ratio_control.weight
+            self.ratio_control.update(figures[names.index("relaxed_cache_fraction")], module.plan.at(step).target_ratio)
+        added = [number.double() for number in (*more.values(), is_skipped)]
+        numbers = LateNumbers(torch.cat([figures, torch.stack([*added, *losses])]))
+        return Figures(step, norm, is_skipped, [*names, NORM, *more], numbers, settings, positions)
+
+    def clip_or_skip(self, module: Any, optimizer: Any, figures: Figures) -> None:
+        """Clip the gradients; let the fused AdamW change neither weights nor its state if the step is skipped."""
+        if (most := self.training.gradient_clip) is not None:
+            clip_grads_with_norm_(module.parameters(), most, figures.norm, foreach=False)  # gradients of any mesh
+        optimizer.found_inf = figures.is_skipped.float()
+
+    def read(self, trainer: Any) -> None:
+        """Log the figures of the last step, for which the host waits."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        numbers = unread.numbers.read()
+        figures = dict(zip(unread.names, numbers, strict=False))
+        is_skipped, *losses = numbers[len(unread.names) :]
+        self._count(unread, bool(is_skipped), figures, losses, trainer.global_rank)
+        metrics = {
+            RATIO_METRICS.get(name, name): 1 / value if name in RATIO_METRICS else value
+            for name, value in figures.items()
+        }
+        self.latest = metrics | unread.settings
+        if (unread.step + 1) % self.training.log_every_steps == 0:
+            for each in trainer.loggers:
+                each.log_metrics(self.latest, step=unread.step)
+                each.save()  # a kill loses no line
+
+    def _count(
+        self, unread: Figures, is_skipped: bool, figures: dict[str, float], losses: list[float], rank: int
+    ) -> None:
+        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+            return  # the steps until the run has stopped
+        self._read_in_a_row = self._read_in_a_row + 1 if is_skipped else 0
+        if not is_skipped:
+            return
+        self._last_skipped = unread.step
+        means = ", ".join(f"{name.removeprefix('train/')} {figures[name]:g}" for name in (LOSS, NORM))
+        batches = "; ".join(f"{p} with loss {loss:g}" for p, loss in zip(unread.positions, losses, strict=False))
+        logger.warning("step %d is skipped (%s); rank %d had the samples %s", unread.step, means, rank, batches)
+
+    def refuse_to_go_on(self, step: int) -> None:
+        """Raise NonFiniteError, on all ranks, if too many steps in a row were skipped."""
+        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"the last {self._read_in_a_row} steps up to step {self._last_skipped + 1} had a loss or gradient that "
+                f"is not finite (training.max_nonfinite_steps={self.training.max_nonfinite_steps}). The last "
+                f"checkpoint has the weights that met them; the same command goes on after step {step}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"skipped_steps": int(self._skipped_steps), "ratio_weight": float(self.ratio_control.weight)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self._skipped_steps, self.ratio_control.weight = state["skipped_steps"], state["ratio_weight"]
+
+
+class Figures(NamedTuple):
+    """Figures of a step."""
+
+    step: int
+    norm: Tensor
+    """Norm of the gradient before clipping, on the device."""
+    is_skipped: Tensor
+    names: list[str]
+    """Of the figures that are logged."""
+    numbers: LateNumbers
+    """Those figures, whether the step is skipped, and the losses of this rank's micro-batches."""
+    settings: dict[str, float]
+    """The schedules' values."""
+    positions: Sequence[list[int]]
+    """Samples of each micro-batch, in the global order of draws."""
+
+
+class LateNumbers:
+    """Numbers copied asynchronously from the device, to be read later without making the device wait."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if numbers.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """Wait for the numbers and return them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
+
+
+class RatioControl:
+    """Keeps the achieved ratio on its ramp: log(weight) integrates the relative excess of the cache.
+
+    A cache above the target raises the weight step by step, one below it (where the one-sided loss is 0) lowers it. The
+    state is one number; between checkpoints the host never reads it.
+
+    Args:
+        weight: initial weight.
+        settings: gain and bounds; None: the weight is constant.
+    """
+
+    def __init__(self, weight: float, settings: RatioControlConfig | None) -> None:
+        self.weight: float | Tensor = weight
+        self.settings = settings
+
+    def update(self, held: Tensor, target_ratio: float) -> None:
+        """Update the weight after a step; called by all ranks with the same numbers.
+
+        Args:
+            held: share of tokens that the relaxed decisions kept, as the target counts them, over layers, heads and the
+                whole batch, float64.
+            target_ratio: target CR, >= 1.
+        """
+        if self.settings is None:
+            return
+        weight = self.weight * torch.exp(self.settings.gain * (held * target_ratio - 1))
+        weight = weight.clamp(1 / self.settings.max_weight, self.settings.max_weight)
+        self.weight = torch.where(held.isfinite(), weight, self.weight)
+
+
+class StepLoader:
+    """Groups a loader's micro-batches into optimizer steps: Lightning's batch is a step, a list of micro-batches.
+
+    Args:
+        loader: this rank's micro-batches.
+        accumulation: micro-batches of a step.
+        counts_tokens: whether each micro-batch gets `num_predicted`, see `share_predicted_tokens`.
+        num_consumed: returns the samples of all ranks in the steps that are done; a loader with a state needs it.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        accumulation: int,
+        counts_tokens: bool = False,
+        num_consumed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.loader, self.accumulation, self.counts_tokens = loader, accumulation, counts_tokens
+        self.num_consumed = num_consumed
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.accumulation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last step done; empty where its order is a function of the step."""
+        return self.loader.state_dict(self.num_consumed()) if hasattr(self.loader, "state_dict") else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the loader's state."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        micro_batches = iter(self.loader)
+        while step := list(itertools.islice(micro_batches, self.accumulation)):
+            if self.counts_tokens and all("loss_mask" in micro_batch for micro_batch in step):
+                count = torch.stack([num_predicted(micro_batch["loss_mask"]) for micro_batch in step]).mean()
+                step = [micro_batch | {"num_predicted": count} for micro_batch in step]
+            yield [host_batch(micro_batch) for micro_batch in step]
+
+
+def host_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
+    batch = {**batch, "position": batch["position"].tolist()}
+    if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
+        folds = batch["input_ids"].shape[1]
+        batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
+        batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
+    starts = batch.pop("document_starts", None)
+    return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
+
+
+def share_predicted_tokens(micro_batches: list[dict[str, Any]]) -> None:
+    """Average the number of predicted tokens of a micro-batch over the ranks: `token_mean` divides by it."""
+    if "num_predicted" in micro_batches[0]:
+        count = Ranks.world().all_reduce(micro_batches[0]["num_predicted"], "avg")
+        for micro_batch in micro_batches:
+            micro_batch["num_predicted"] = count
