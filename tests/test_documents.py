@@ -8,8 +8,10 @@ import pytest
 from documents import PAGES, ROOT, TEXT, commands
 from hydra import compose, initialize_config_dir
 
-SCRIPTS = [each for each in commands() if re.match(r"(python scripts|\./scripts)/", each)]
-JOBS = [match.groups() for each in commands() if (match := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", each))]
+SCRIPTS = [command for command in commands() if re.match(r"(python scripts|\./scripts)/", command)]
+JOBS = [
+    found.groups() for command in commands() if (found := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", command))
+]
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
@@ -46,6 +48,17 @@ def test_files_that_pages_name_exist():
     named = re.findall(r"`((?:dmc|configs|scripts|notebooks|docs|slurm|benchmarks)/[\w/]+\.\w+)`", TEXT)
     assert len(named) > 60
     assert [name for name in named if "foo" not in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file_and_a_heading(path):
+    text = re.sub(r"```.*?```|`[^`]*`", "", PAGES[path], flags=re.S)
+    for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), name
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.M) if anchor else []
+        slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, f"{name}#{anchor}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
