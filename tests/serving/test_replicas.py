@@ -26,8 +26,9 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
 from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
 
-from dmc.serving.metrics import written  # noqa: E402
-from dmc.serving.ray_app import conversation_of  # noqa: E402
+from dmc.serving.metrics import text_format  # noqa: E402
+from dmc.serving.ray_app import session_id  # noqa: E402
+from dmc.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest  # noqa: E402
 
 STREAMS = 12
 NUM_CPUS = 4
@@ -269,14 +270,13 @@ def test_a_conversation_is_known_by_its_users_first_words() -> None:
     def conversation(*said: str) -> str:
         roles = ("system", "user", "assistant", "user")
         messages = [{"role": role, "content": each} for role, each in zip(roles, said, strict=False)]
-        return conversation_of(json.dumps({"model": "m", "messages": messages}).encode())
+        return session_id(ChatRequest(model="m", messages=messages))
 
     first = conversation("rules", "a")
     assert first == conversation("rules", "a", "b", "c") != conversation("rules", "b", "b", "c")
-    long = conversation_of(json.dumps({"prompt": [1] * 200}).encode())
-    assert long == conversation_of(json.dumps({"prompt": [1] * 200 + [2]}).encode()) != ""
-    for body in (b"", b"[]", b"{", b"\xff", b'{"prompt": 3}', b'{"messages": {"a": 1}}', b"[" * 100000):
-        assert conversation_of(body) == ""
+    long = session_id(CompletionRequest(model="m", prompt=[1] * 200))
+    assert long == session_id(CompletionRequest(model="m", prompt=[1] * 200 + [2]))
+    assert session_id(DetokenizeRequest(tokens=[1])) == ""
 
 
 def test_counts_of_processes_stand_side_by_side() -> None:
@@ -286,7 +286,7 @@ def test_counts_of_processes_stand_side_by_side() -> None:
         Histogram("b", "More.", registry=registry, buckets=(1, 2)).observe(number)
         return registry.collect()
 
-    lines = written({"x": count(1), "y": count(2)}).decode().splitlines()
+    lines = text_format({"x": count(1), "y": count(2)}).decode().splitlines()
     assert lines.count("# TYPE a_total counter") == 1
     at = lines.index('a_total{model="m n",replica="x"} 1.0')
     assert lines[at + 1] == 'a_total{model="m n",replica="y"} 2.0'
