@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter as get
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,48 +16,27 @@ RATIOS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 ENTRIES = tuple(4**power for power in range(3, 14))
 BYTES = tuple(64 * entries for entries in ENTRIES)
 METRICS: tuple[tuple[str, Any, str, str, Callable[[Any], float], tuple[float, ...]], ...] = (
-    ("engine", Gauge, "dmc_requests_running", "Sequences in the cache.", lambda engine: engine.num_running, ()),
-    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for blocks.", lambda engine: engine.num_waiting, ()),
-    ("engine", Gauge, "dmc_pool_blocks", "Blocks of the cache.", lambda engine: engine.cache.allocator.num_blocks, ()),
-    ("engine", Gauge, "dmc_pool_blocks_in_use", "Blocks held by requests.", lambda engine: engine.blocks_in_use, ()),
-    (
-        "engine",
-        Gauge,
-        "dmc_prefix_cache_bytes",
-        "Bytes of cached prefixes.",
-        lambda engine: engine.prefix_cache_bytes,
-        (),
-    ),
+    ("engine", Gauge, "dmc_requests_running", "Sequences in the cache.", get("num_running"), ()),
+    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for blocks.", get("num_waiting"), ()),
+    ("engine", Gauge, "dmc_pool_blocks", "Blocks of the cache.", get("cache.allocator.num_blocks"), ()),
+    ("engine", Gauge, "dmc_pool_blocks_in_use", "Blocks held by requests.", get("blocks_in_use"), ()),
+    ("engine", Gauge, "dmc_prefix_cache_bytes", "Bytes of cached prefixes.", get("prefix_cache_bytes"), ()),
     ("first", Histogram, "dmc_time_to_first_token_seconds", "From arrival to first token.", float, SECONDS),
     ("later", Histogram, "dmc_time_per_output_token_seconds", "Between two tokens.", float, SECONDS),
     ("token", Counter, "dmc_generated_tokens", "Tokens generated.", float, ()),
-    ("prompt", Counter, "dmc_prompt_tokens", "Tokens of prompts.", lambda sequence: sequence.prompt_end, ()),
-    (
-        "prompt",
-        Counter,
-        "dmc_prefix_cache_hit_tokens",
-        "Prompt tokens reused.",
-        lambda sequence: sequence.num_reused,
-        (),
-    ),
-    ("prompt", Counter, "dmc_preemptions", "Preemptions of requests.", lambda sequence: sequence.num_preemptions, ()),
-    ("end", Histogram, "dmc_achieved_ratio", "CR at a request's end.", lambda stats: stats.achieved_ratio, RATIOS),
+    ("prompt", Counter, "dmc_prompt_tokens", "Tokens of prompts.", get("prompt_end"), ()),
+    ("prompt", Counter, "dmc_prefix_cache_hit_tokens", "Prompt tokens reused.", get("num_reused"), ()),
+    ("prompt", Counter, "dmc_preemptions", "Preemptions of requests.", get("num_preemptions"), ()),
+    ("end", Histogram, "dmc_achieved_ratio", "Compression ratio at a request's end.", get("achieved_ratio"), RATIOS),
     (
         "end",
         Histogram,
         "dmc_request_slots",
-        "Cache entries at a request's end.",
+        "Entries at a request's end.",
         lambda stats: int(stats.slots.sum()),
         ENTRIES,
     ),
-    (
-        "end",
-        Histogram,
-        "dmc_request_bytes",
-        "Bytes of cache at a request's end.",
-        lambda stats: stats.bytes_used,
-        BYTES,
-    ),
+    ("end", Histogram, "dmc_request_bytes", "Bytes of cache at a request's end.", get("bytes_used"), BYTES),
 )
 """Moment of the update, type, name, help, value as a function of what `count` is given, and buckets."""
 UPDATE: dict[Any, Any] = {Gauge: Gauge.set, Counter: Counter.inc, Histogram: Histogram.observe}

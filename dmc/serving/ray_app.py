@@ -112,6 +112,18 @@ class Replicas:
         raise APIError(503, "no replica answers", None, "engine_stopped")
 
 
+def _autoscaling(config: ServeConfig) -> dict[str, Any]:
+    scale: dict[str, Any] = {"min_replicas": config.replicas, "max_replicas": config.replicas}
+    scale |= {option: value for option, value in config.autoscaling.items() if value is not None}
+    try:
+        AutoscalingConfig(**scale)
+    except ValidationError as error:
+        raise ValueError(f"autoscaling={scale}: {error.errors()[0]['msg']}") from error
+    if unknown := scale.keys() - AutoscalingConfig.model_fields.keys():
+        raise ValueError(f"unknown setting autoscaling.{min(unknown)}: Ray Serve's AutoscalingConfig has none")
+    return scale
+
+
 def start(config: ServeConfig, policies: Path) -> tuple[Replicas, Callable[[], None]]:
     """Start replicas on the cluster of RAY_ADDRESS, or on this machine.
 
@@ -120,15 +132,7 @@ def start(config: ServeConfig, policies: Path) -> tuple[Replicas, Callable[[], N
     Raises:
         ValueError: this machine has too few devices, autoscaling is wrong, or no replica can start.
     """
-    num_replicas = config.replicas or 1
-    scale: dict[str, Any] = {"min_replicas": num_replicas, "max_replicas": num_replicas}
-    scale |= {option: value for option, value in config.autoscaling.items() if value is not None}
-    try:
-        AutoscalingConfig(**scale)
-    except ValidationError as error:
-        raise ValueError(f"autoscaling={scale}: {error.errors()[0]['msg']}") from error
-    if unknown := scale.keys() - AutoscalingConfig.model_fields.keys():
-        raise ValueError(f"unknown setting autoscaling.{min(unknown)}: Ray Serve's AutoscalingConfig has none")
+    num_replicas, scale = config.replicas or 1, _autoscaling(config)
     joins_cluster = "RAY_ADDRESS" in os.environ
     local: dict[str, Any] = {} if joins_cluster else {"address": "local", "include_dashboard": False}
     ray.init(**local, log_to_driver=False, logging_level=logging.ERROR)
@@ -155,9 +159,7 @@ def start(config: ServeConfig, policies: Path) -> tuple[Replicas, Callable[[], N
     }
     try:
         if num_devices < num_replicas and not joins_cluster:  # other machines may join a cluster later
-            raise ValueError(
-                f"replicas={num_replicas}: this machine has {num_devices} {kind}s, and each replica needs one"
-            )
+            raise ValueError(f"replicas={num_replicas}: this machine has {num_devices} {kind}s; each replica needs one")
         sizes = (config.memory if served.memory is None else served.memory for served in config.models.values())
         if kind == "CPU" and scale["max_replicas"] > 1 and not all(isinstance(size, int) for size in sizes):
             raise ValueError("replicas on CPUs share the machine's memory: give memory= in bytes")
