@@ -154,7 +154,7 @@ def start(config: ServeConfig, policies: Path) -> tuple[Replicas, Callable[[], N
         "max_queued_requests": config.max_waiting,
         "health_check_period_s": 2,
         "graceful_shutdown_timeout_s": config.grace_seconds,
-        "max_constructor_retry_count": 2,
+        "max_constructor_retry_count": 1,  # a model that does not load once will not load
         "request_router_config": RequestRouterConfig(request_router_class=router),
     }
     try:
