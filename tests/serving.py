@@ -1,4 +1,4 @@
-"""What an engine answers, as plain values, and a rank that serves its part of a model."""
+"""Generations as plain values, and ranks that serve their shards of a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dmc.models.tensor_parallel import load_shard
 
 
 def report(engine: Engine, generations: list[Any]) -> dict[str, Any]:
-    """Give all that must not depend on how a model is served."""
+    """Return everything that must not depend on how a model is served."""
     return {
         "tokens": [generation.token_ids for generation in generations],
-        "others": [[each.token_ids for each in generation.alternatives] for generation in generations],
+        "others": [[alternative.token_ids for alternative in generation.alternatives] for generation in generations],
         "logprobs": [generation.logprobs for generation in generations],
         "slots": [generation.stats.slots.tolist() for generation in generations],
         "bytes_used": [generation.stats.bytes_used for generation in generations],
@@ -51,7 +51,7 @@ def serve_one_by_one(rank: int, folder: Path, prompts: list[list[int]], out: Pat
 def sample_with_noise(
     rank: int, folder: Path, prompts: list[list[int]], params: list[SamplingParams], out: Path
 ) -> None:
-    """Sample where ranks have random states of their own, and logits that differ as after another order of summing."""
+    """Sample where ranks have different random states, and logits that differ as after another order of summing."""
     model = load_shard(folder)
     torch.manual_seed(rank)
     generator = torch.Generator().manual_seed(rank)
@@ -61,6 +61,6 @@ def sample_with_noise(
 
     model.lm_head.register_forward_hook(disturb)
     generations = Engine(model).generate(prompts, params)
-    found = [[each.token_ids, each.logprobs] for each in generations]
+    found = [[generation.token_ids, generation.logprobs] for generation in generations]
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -41,5 +41,5 @@ def test_what_is_printed_is_kept_as_csv_and_json(name, tmp_path, monkeypatch, ca
         assert f"{row['setting']}, ms\n" in printed
         assert f"  {row['case']:36s}{float(row['milliseconds']):10.2f}  {float(row['of_first']):6.2f}x\n" in printed
     record = json.loads((tmp_path / "out" / f"{name}.json").read_text())
-    assert [each["milliseconds"] for each in record["rows"]] == [float(row["milliseconds"]) for row in rows]
+    assert [entry["milliseconds"] for entry in record["rows"]] == [float(row["milliseconds"]) for row in rows]
     assert f"{name}.py" in record["provenance"]["command"]

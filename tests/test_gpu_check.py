@@ -70,8 +70,8 @@ def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_pa
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_check.main(["--output", str(tmp_path / "out")]) == 0
-    told = capsys.readouterr().out
-    assert all(f"  {name}: " in told for name in CHECKS) and not (tmp_path / "out").exists()
+    printed = capsys.readouterr().out
+    assert all(f"  {name}: " in printed for name in CHECKS) and not (tmp_path / "out").exists()
     assert sum(seconds for _, seconds in CHECKS.values()) < 9 * 60
 
 

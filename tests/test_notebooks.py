@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ALLOWED = {"dmc", "torch", "matplotlib", "IPython"} | sys.stdlib_module_names
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-LINES_OF_A_CELL = 20
+MAX_CELL_LINES = 20
 SMALL = {
     "01_gates_of_a_checkpoint": {"num_sequences": 4, "sequence_length": 48},
     "02_where_the_memory_goes": {"prompt_length": 64, "new_tokens": 20},
@@ -102,15 +102,10 @@ def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path, kern
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_output_is_committed(path):
+def test_cells_are_short_define_nothing_import_little_and_have_no_output(path):
     for cell in code_cells(path):
         assert (cell.outputs, cell.execution_count) == ([], None)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_defines_nothing_and_imports_little(path):
-    for cell in code_cells(path):
-        assert len(cell.source.splitlines()) <= LINES_OF_A_CELL
+        assert len(cell.source.splitlines()) <= MAX_CELL_LINES
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, DEFINITIONS), f"move {node.name} into dmc"
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,4 +1,4 @@
-"""Which build of torch `setup_environment.sh` takes, with a Python and a pip that only note what they are asked."""
+"""Which build of torch `setup_environment.sh` takes, with a Python and a pip that only record their calls."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ case "$*" in
     *"pip install"*torch==*--extra-index-url*) echo cpu >installed ;;
     *"pip install"*torch==*) echo cuda >installed ;;
 esac
-echo "$*" >>asked
+echo "$*" >>calls
 """
 
 
@@ -33,7 +33,7 @@ def project(tmp_path):
 
 
 def set_up(project, torch=None, gpu=False, extras="train"):
-    """Set up; return what is said, and whether anything was installed."""
+    """Set up; return the message, and whether anything was installed."""
     tools = project / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("bash", "cat", "cksum", "sed", "rm", "dirname"):  # and no nvidia-smi
@@ -42,13 +42,13 @@ def set_up(project, torch=None, gpu=False, extras="train"):
     if gpu:
         (tools / "nvidia-smi").symlink_to("/bin/true")
     environment = {"PATH": str(tools), "PYTHON": str(project / "python")} | ({} if torch is None else {"TORCH": torch})
-    (project / "asked").unlink(missing_ok=True)
+    (project / "calls").unlink(missing_ok=True)
     done = subprocess.run(
         [str(tools / "bash"), "scripts/setup_environment.sh", extras], cwd=project, env=environment, timeout=30,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode == 0) == (not done.stderr.startswith("error: ")), done.stderr
-    return done.stderr, "pip install" in (project / "asked").read_text()
+    return done.stderr, "pip install" in (project / "calls").read_text()
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def set_up(project, torch=None, gpu=False, extras="train"):
         ("cpu", True, "cpu", "TORCH=cpu"),
     ],
 )
-def test_the_build_of_torch_is_chosen_and_told(project, torch, gpu, build, reason):
-    said, installs = set_up(project, torch, gpu)
-    assert installs and said.startswith(f"torch for {build}: {reason}\n")
+def test_the_build_of_torch_is_chosen_with_a_reason(project, torch, gpu, build, reason):
+    message, installs = set_up(project, torch, gpu)
+    assert installs and message.startswith(f"torch for {build}: {reason}\n")
     assert (project / "installed").read_text() == f"{build}\n"
     assert set_up(project, torch) == ("", False)
 
@@ -70,12 +70,12 @@ def test_the_build_of_torch_is_chosen_and_told(project, torch, gpu, build, reaso
 def test_another_build_is_replaced_when_it_is_asked_for_and_kept_otherwise(project):
     set_up(project)
     assert set_up(project, "cpu") == ("", False)
-    said, _ = set_up(project, gpu=True, extras="train,dev")
-    assert said.startswith("torch for cpu: it is installed") and "torch==" not in (project / "asked").read_text()
+    message, _ = set_up(project, gpu=True, extras="train,dev")
+    assert message.startswith("torch for cpu: it is installed") and "torch==" not in (project / "calls").read_text()
     assert set_up(project, "cuda", extras="train,dev")[1]
     assert (project / "installed").read_text() == "cuda\n"
-    asked = (project / "asked").read_text()
-    assert asked.index("pip uninstall") < asked.index("torch==")
+    calls = (project / "calls").read_text()
+    assert calls.index("pip uninstall") < calls.index("torch==")
 
 
 def test_a_build_that_does_not_exist_is_refused(project):

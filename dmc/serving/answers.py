@@ -1,4 +1,4 @@
-"""What is answered from the engines of this process, in OpenAI's format: whole responses, and pieces of streams."""
+"""Answers from the engines of this process, in OpenAI's format: full responses and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -16,223 +16,270 @@ from prometheus_client import Metric
 
 from dmc.results.policies import budget_name
 from dmc.runtime import Engine, Generation, GenerationStats
-from dmc.serving.requests import APIError, encoded, num_logprobs, prompts_of, read, sampling_of
-from dmc.serving.worker import Job, News, Worker, stopped
+from dmc.serving.requests import (
+    APIError,
+    ChatRequest,
+    DetokenizeRequest,
+    ModelsRequest,
+    TokenizeRequest,
+    encode_prompt,
+    encode_prompts,
+    sampling_params,
+)
+from dmc.serving.worker import Job, JobEvent, Worker, engines_stopped
 
-CHAT_KINDS: Any = ((ChatCompletion, "chat.completion"), (ChatCompletionChunk, "chat.completion.chunk"))
 LEAST_LOGPROB = -9999.0
 """Log-probability that OpenAI writes for an impossible token; JSON has no infinity."""
-Told = tuple[int, float | None, dict[int, float]]
-"""A token, its log-probability, and the most likely tokens with theirs."""
-Update = tuple[int, str, list[Told], str | None]
-"""An update of a choice: its index, new text, new tokens, and the finish reason."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability, and the most likely tokens with theirs."""
+
+    token: int
+    logprob: float | None
+    top: dict[int, float]
+
+
+class Update(NamedTuple):
+    """New text and tokens of a choice."""
+
+    index: int
+    text: str
+    tokens: list[TokenLogprob]
+    finish_reason: str | None
 
 
 class Answer:
     """The response to one request, as JSON.
 
     Args:
-        asked: body of the request.
+        request: a completion or chat.
         jobs: one job for each prompt.
         engine: engine that serves the model.
         events: queue of the jobs' token events, stats and results.
     """
 
-    def __init__(self, asked: dict[str, Any], jobs: list[Job], engine: Engine, events: asyncio.Queue[News]) -> None:
-        self._asked, self._jobs, self._engine, self._events = asked, jobs, engine, events
-        self._is_chat, self._streams, self._echoes = "messages" in asked, asked.get("stream"), asked.get("echo")
-        self._options, self._num_choices = asked.get("stream_options", {}), asked.get("n", 1)
-        self._num_logprobs = num_logprobs(asked)
-        self._offsets: dict[int, int] = {}
+    def __init__(self, request: Any, jobs: list[Job], engine: Engine, events: asyncio.Queue[JobEvent]) -> None:
+        self._request, self._jobs, self._engine, self._events = request, jobs, engine, events
+        self._is_chat = isinstance(request, ChatRequest)
+        self._text_lengths: dict[int, int] = {}
         self._num_generated = 0
-        self._held: dict[int, GenerationStats] = {}
-        self._ends: dict[int, Generation] = {}
-        name = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._same: dict[str, Any] = {"id": name, "created": int(time.time()), "model": asked["model"]}
+        self._running_stats: dict[int, GenerationStats] = {}
+        self._generations: dict[int, Generation] = {}
+        self._header: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield the whole response, or a server-sent event for every token as it is generated.
+    async def chunks(self) -> AsyncIterator[str]:
+        """Yield the full response, or a server-sent event for every token as it is generated.
 
         Raises:
             APIError: a continuation has failed or was aborted.
         """
-        begun: set[int] = set()
-        while len(self._ends) < len(self._jobs):
-            job, each = await self._events.get()
-            if isinstance(each, Exception):
-                raise each
-            if isinstance(each, Generation):
-                self._ends[job.index] = each
-            elif isinstance(each, GenerationStats):
-                self._held[job.index] = each
-            else:
-                self._num_generated += 1
-                if not self._streams:
-                    continue
-                first = job.index * self._num_choices
-                if job.index not in begun and (self._is_chat or self._echoes):
-                    begun.add(job.index)
-                    opening = await asyncio.to_thread(self._prompt, job)
-                    for number in range(self._num_choices):
-                        yield self._event((first + number, *opening, None))
-                token: Told = each.token_id, each.logprob, each.top_logprobs or {}
-                yield self._event((first + each.number, each.text, [token], each.finish_reason))
-        if not self._streams:
-            yield await asyncio.to_thread(self._whole)
+        request, started = self._request, set[int]()
+        while len(self._generations) < len(self._jobs):
+            job, event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Generation):
+                self._generations[job.index] = event
+                continue
+            if isinstance(event, GenerationStats):
+                self._running_stats[job.index] = event
+                continue
+            self._num_generated += 1
+            if not request.stream:
+                continue
+            first_choice = job.index * request.n
+            if job.index not in started and (self._is_chat or request.echo):
+                started.add(job.index)
+                echo = await asyncio.to_thread(self._echo, job)
+                for number in range(request.n):
+                    yield self._event(Update(first_choice + number, *echo, None))
+            token = TokenLogprob(event.token_id, event.logprob, event.top_logprobs or {})
+            yield self._event(Update(first_choice + event.number, event.text, [token], event.finish_reason))
+        if not request.stream:
+            yield await asyncio.to_thread(self._full_response)
             return
-        if self._options.get("include_usage"):
+        if request.stream_options.include_usage:
             yield f"data: {self._write([], self._usage())}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _event(self, news: Update) -> str:
-        usage = self._usage() if self._options.get("continuous_usage_stats") else None
-        return f"data: {self._write([news], usage)}\n\n"
+    def _event(self, update: Update) -> str:
+        usage = self._usage() if self._request.stream_options.continuous_usage_stats else None
+        return f"data: {self._write([update], usage)}\n\n"
 
-    def _whole(self) -> str:
-        news: list[Update] = []
+    def _full_response(self) -> str:
+        updates: list[Update] = []
         for job in self._jobs:
-            text, tokens = self._prompt(job)
-            for one in (self._ends[job.index], *self._ends[job.index].alternatives):
-                own = zip(one.token_ids, one.logprobs, one.top_logprobs or itertools.repeat({}), strict=False)
-                news.append((len(news), text + (one.text or ""), [*tokens, *own], one.finish_reason))
-        return self._write(news, self._usage())
+            text, tokens = self._echo(job)
+            best = self._generations[job.index]
+            for generation in (best, *best.alternatives):
+                top_logprobs = generation.top_logprobs or itertools.repeat({})
+                new = map(TokenLogprob, generation.token_ids, generation.logprobs, top_logprobs)
+                full_text = text + (generation.text or "")
+                updates.append(Update(len(updates), full_text, [*tokens, *new], generation.finish_reason))
+        return self._write(updates, self._usage())
 
-    def _write(self, news: list[Update], usage: dict[str, Any] | None) -> str:
-        build, kind = CHAT_KINDS[bool(self._streams)] if self._is_chat else (Completion, "text_completion")
-        choices = [self._choice(*each) for each in news]
-        return str(build.construct(**self._same, object=kind, choices=choices, usage=usage).model_dump_json())
+    def _write(self, updates: list[Update], usage: dict[str, Any] | None) -> str:
+        response: Any = Completion
+        name = "text_completion"
+        if self._is_chat:
+            response, name = ChatCompletion, "chat.completion"
+            if self._request.stream:
+                response, name = ChatCompletionChunk, "chat.completion.chunk"
+        choices = [self._choice(update) for update in updates]
+        return str(response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json())
 
-    def _choice(self, index: int, text: str, tokens: list[Told], reason: str | None) -> dict[str, Any]:
-        logprobs = None if self._num_logprobs is None else self._logprobs(index, tokens)
-        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+    def _choice(self, update: Update) -> dict[str, Any]:
+        logprobs = None if self._request.num_logprobs is None else self._logprobs(update)
+        choice = {"index": update.index, "finish_reason": update.finish_reason, "logprobs": logprobs}
         if not self._is_chat:
-            return choice | {"text": text}
-        opens = not self._streams or not (tokens or reason)
-        said = {"role": "assistant" if opens else None, "content": text}
-        return choice | {"delta" if self._streams else "message": said}
+            return choice | {"text": update.text}
+        is_first = not self._request.stream or not (update.tokens or update.finish_reason)
+        message = {"role": "assistant" if is_first else None, "content": update.text}
+        return choice | {"delta" if self._request.stream else "message": message}
 
     def _usage(self) -> dict[str, Any]:
-        """Count tokens and cache entries; of every layer and KV head where the client watches them."""
-        ends = [each.stats for _, end in sorted(self._ends.items()) for each in (end, *end.alternatives)]
-        stats = [*self._held.values()] if len(self._ends) < len(self._jobs) else ends
-        entries = sum(int(each.slots.sum()) for each in stats)
-        seen = sum(each.tokens_seen * each.slots.numel() for each in stats)
-        told: dict[str, Any] = {
-            "achieved_ratio": round(seen / entries, 4) if entries else None,
+        """Count tokens and cache entries; of every layer and KV head where the client asks for them."""
+        if len(self._generations) < len(self._jobs):
+            stats = [*self._running_stats.values()]
+        else:
+            best = [self._generations[job.index] for job in self._jobs]
+            stats = [generation.stats for first in best for generation in (first, *first.alternatives)]
+        entries = sum(int(one.slots.sum()) for one in stats)
+        full_entries = sum(one.tokens_seen * one.slots.numel() for one in stats)
+        dmc_stats: dict[str, Any] = {
+            "achieved_ratio": round(full_entries / entries, 4) if entries else None,
             "slots": entries,
-            "bytes_used": sum(each.bytes_used for each in stats),
-            "bytes_allocated": sum(each.bytes_allocated for each in stats),
+            "bytes_used": sum(one.bytes_used for one in stats),
+            "bytes_allocated": sum(one.bytes_allocated for one in stats),
         }
-        if self._options.get("continuous_usage_stats") and stats:
-            told |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
-        prompt = sum(len(job.prompt) for job in self._jobs)
-        reused = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
+        if self._request.stream_options.continuous_usage_stats and stats:
+            dmc_stats |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
+        num_prompt_tokens = sum(len(job.prompt) for job in self._jobs)
+        num_cached = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_generated,
-            "total_tokens": prompt + self._num_generated,
-            "prompt_tokens_details": {"cached_tokens": reused},
-            "x-dmc-stats": told,
+            "total_tokens": num_prompt_tokens + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "x-dmc-stats": dmc_stats,
         }
 
-    def _prompt(self, job: Job) -> tuple[str, list[Told]]:
-        """Return what is echoed of a prompt, as the tokenizer decodes it: text, and log-probabilities if requested."""
-        if not self._echoes:
+    def _echo(self, job: Job) -> tuple[str, list[TokenLogprob]]:
+        """Return the echoed prompt, as the tokenizer decodes it: text, and log-probabilities if requested."""
+        if not self._request.echo:
             return "", []
-        text, request = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True)), job.request
-        if self._num_logprobs is None:
+        text = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True))
+        if self._request.num_logprobs is None:
             return text, []
-        return text, [(job.prompt[0], None, {}), *request.forced.steps]
+        scored = itertools.starmap(TokenLogprob, job.request.forced.steps)
+        return text, [TokenLogprob(job.prompt[0], None, {}), *scored]
 
-    def _logprobs(self, index: int, tokens: list[Told]) -> dict[str, Any]:
-        named = [(self._named(token, own), [self._named(*one) for one in top.items()]) for token, own, top in tokens]
+    def _logprobs(self, update: Update) -> dict[str, Any]:
+        tokens = [self._token(token, logprob) for token, logprob, _ in update.tokens]
+        tops = [[self._token(*item) for item in token.top.items()] for token in update.tokens]
         if self._is_chat:
-            return {"content": [one | {"top_logprobs": top} for one, top in named], "refusal": None}
-        ends = [*itertools.accumulate((len(one["token"]) for one, _ in named), initial=self._offsets.get(index, 0))]
-        self._offsets[index] = ends[-1]
-        likely: list[Any] = []
-        for one, top in named:  # of tokens with the same text the most likely one remains
-            ranked = sorted([one, *top], key=lambda each: each["logprob"]) if one["logprob"] is not None else None
-            likely.append(ranked and {each["token"]: each["logprob"] for each in ranked})
+            content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+            return {"content": content, "refusal": None}
+        start = self._text_lengths.get(update.index, 0)
+        offsets = [*itertools.accumulate((len(token["token"]) for token in tokens), initial=start)]
+        self._text_lengths[update.index] = offsets[-1]
+        top_logprobs: list[Any] = []
+        for token, top in zip(tokens, tops, strict=True):
+            if token["logprob"] is None:
+                top_logprobs.append(None)
+                continue
+            # the most likely of tokens with the same text comes last, and stays
+            ranked = sorted([token, *top], key=lambda candidate: candidate["logprob"])
+            top_logprobs.append({candidate["token"]: candidate["logprob"] for candidate in ranked})
         return {
-            "tokens": [one["token"] for one, _ in named],
-            "token_logprobs": [one["logprob"] for one, _ in named],
-            "top_logprobs": likely,
-            "text_offset": ends[:-1],
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets[:-1],
         }
 
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = str(self._engine.tokenizer.decode([token]))
-        least = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return {"token": text, "bytes": [*text.encode("utf-8", "replace")], "logprob": least}
+        finite = None if logprob is None else max(logprob, LEAST_LOGPROB)
+        return {"token": text, "bytes": [*text.encode("utf-8", "replace")], "logprob": finite}
 
 
 class LocalService:
     """Answers from the engines of a running worker."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self._began = worker, int(time.time())
+        self.worker, self._created = worker, int(time.time())
 
     async def health(self) -> dict[str, Any]:
-        """Tell that the engines run.
+        """Return that the engines run.
 
         Raises:
             APIError: they have stopped.
         """
         if self.worker.failure is not None:
-            raise stopped()
+            raise engines_stopped()
         return {"status": "ok"}
 
     async def metrics(self) -> dict[str, list[Metric]]:
         """Return the metrics, without a replica's name."""
         return {"": self.worker.metrics.collect()}
 
-    async def answer(self, path: str, body: bytes) -> AsyncIterator[str]:
-        """Yield the JSON of an answer, or the server-sent events of a stream; closing it takes the request off.
+    async def answer(self, request: Any) -> AsyncIterator[str]:
+        """Yield the JSON of an answer, or the server-sent events of a stream; closing it aborts the request.
 
         Raises:
             APIError: the request is wrong, or has failed.
         """
-        if path.startswith("/v1/models"):
-            name = path.removeprefix("/v1/models").removeprefix("/")
-            listed = {"object": "list", "data": [self._about(each) for each in self.worker.engines]}
-            yield json.dumps(self._about(name) if name else listed)
+        if isinstance(request, ModelsRequest):
+            models = {"object": "list", "data": [self._about(model) for model in self.worker.engines]}
+            yield json.dumps(self._about(request.model) if request.model else models)
             return
-        asked = await asyncio.to_thread(read, path, body)
-        name = asked.setdefault("model", next(iter(self.worker.engines)))
-        engine = self._engine(name)
-        if path == "/tokenize":
-            begins = asked.get("add_special_tokens", True)
-            tokens = await asyncio.to_thread(encoded, asked["prompt"], engine, "prompt", begins)
-            yield json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": self.worker.longest[name]})
-        elif path == "/detokenize":
-            tokens = asked["tokens"] and await asyncio.to_thread(encoded, asked["tokens"], engine, "tokens")
+        model = next(iter(self.worker.engines)) if request.model is None else request.model
+        engine, max_model_len = self._engine(model), self.worker.max_model_len.get(model, 0)
+        if isinstance(request, TokenizeRequest):
+            special = request.add_special_tokens
+            tokens = await asyncio.to_thread(encode_prompt, request.prompt, engine, "prompt", special)
+            yield json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+            return
+        if isinstance(request, DetokenizeRequest):
+            tokens = request.tokens and await asyncio.to_thread(encode_prompt, request.tokens, engine, "tokens")
             yield json.dumps({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
-        else:
-            prompts = await asyncio.to_thread(prompts_of, asked, engine)
-            params = [sampling_of(asked, len(each), engine, self.worker.longest[name]) for each in prompts]
-            events: asyncio.Queue[News] = asyncio.Queue()
-            watched = bool(asked.get("stream_options", {}).get("continuous_usage_stats"))
-            own: Any = (events, asyncio.get_running_loop(), asked.get("question_tokens", 0), watched)
-            jobs = [Job(name, prompts[index], each, index, *own) for index, each in enumerate(params)]
-            self.worker.submit(jobs)
-            try:
-                async for piece in Answer(asked, jobs, engine, events).pieces():
-                    yield piece
-            finally:
-                self.worker.abort(jobs)
+            return
+        prompts = await asyncio.to_thread(encode_prompts, request, engine)
+        params = [sampling_params(request, len(prompt), engine, max_model_len) for prompt in prompts]
+        events: asyncio.Queue[JobEvent] = asyncio.Queue()
+        shared: Any = {
+            "events": events,
+            "loop": asyncio.get_running_loop(),
+            "question_tokens": request.question_tokens,
+            "reports_cache": request.stream_options.continuous_usage_stats,
+        }
+        jobs = [Job(model, prompts[index], params[index], index, **shared) for index in range(len(prompts))]
+        self.worker.submit(jobs)
+        try:
+            async for chunk in Answer(request, jobs, engine, events).chunks():
+                yield chunk
+        finally:
+            self.worker.abort(jobs)
 
-    def _engine(self, name: str) -> Engine:
-        if (engine := self.worker.engines.get(name)) is None:
-            told = f"model {name!r:.100} is not served: expected one of {', '.join(self.worker.engines)}"
-            raise APIError(404, told, "model", "model_not_found")
+    def _engine(self, model: str) -> Engine:
+        if (engine := self.worker.engines.get(model)) is None:
+            message = f"model {model!r:.100} is not served: expected one of {', '.join(self.worker.engines)}"
+            raise APIError(404, message, "model", "model_not_found")
         return engine
 
-    def _about(self, name: str) -> dict[str, Any]:
-        engine = self._engine(name)
+    def _about(self, model: str) -> dict[str, Any]:
+        engine = self._engine(model)
         method = "Full cache" if engine.cache.layout.compression is None else "Learned gates"
         if engine.policy is not None:
             method = f"{type(engine.policy).__name__}, budget {budget_name(engine.policy.budget)}"
-        chats = bool(getattr(engine.tokenizer, "chat_template", None))
-        more = {"max_model_len": self.worker.longest[name], "chat_template": chats, "about": method}
-        return Model(id=name, object="model", created=self._began, owned_by="dmc").model_dump() | more
+        return Model(id=model, object="model", created=self._created, owned_by="dmc").model_dump() | {
+            "max_model_len": self.worker.max_model_len[model],
+            "chat_template": bool(getattr(engine.tokenizer, "chat_template", None)),
+            "about": method,
+        }

@@ -1,4 +1,4 @@
-"""What to serve, and to whom; the engines of it."""
+"""Configuration of a server, and the engines that it asks for."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, StrictFloat, StrictInt
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
-from dmc.config.settings import Count, Named, NonNegative, build_config, checked_dataclass
+from dmc.config.settings import Count, Named, NonNegative, Positive, build_config, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.ranks import Ranks
 from dmc.results.grid import named_settings
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
-from dmc.serving.app import Limits
 from dmc.serving.worker import Worker
+
+
+@checked_dataclass(frozen=True)
+class Limits:
+    """Limits of what a client may send."""
+
+    max_body_bytes: Count = 4 * 2**20
+    body_seconds: Positive = 30.0
+    """Seconds within which the body of a request must arrive."""
+    log_prompts: StrictBool = False
+    """Whether bodies with prompts are written to the log."""
 
 
 @checked_dataclass(frozen=True)
@@ -58,7 +68,7 @@ class ServeConfig:
     max_waiting: Count = 256
     grace_seconds: NonNegative = 30
     replicas: Count | None = None
-    """Least processes of Ray Serve, each with engines of its own; None: this process."""
+    """Minimum number of Ray Serve processes, each with separate engines; None: serve from this process."""
     autoscaling: dict[str, Any] = field(default_factory=dict)
     """Options of Ray Serve's `AutoscalingConfig`, such as `max_replicas`."""
 
@@ -66,25 +76,27 @@ class ServeConfig:
         if not self.models:
             raise ValueError("nothing to serve: give model=DIR, or models={name: DIR}")
         if self.replicas is not None and torch.distributed.is_torchelastic_launched():
-            raise ValueError("replicas= starts processes itself, each with a whole model: leave torchrun out")
+            raise ValueError("replicas= starts processes itself, each with a full model: leave torchrun out")
         if self.api_key_file is None and not is_loopback(self.host):
-            raise ValueError(f"host={self.host}: others can reach it, and anybody could use it; give api_key_file=")
+            raise ValueError(
+                f"host={self.host} is reachable from other machines, and anybody could use it; give api_key_file="
+            )
 
     def keys(self) -> tuple[str, ...]:
-        """Read the keys from `api_key_file`, one in each line.
+        """Read the keys from `api_key_file`, one per line.
 
         Raises:
             OSError, ValueError: there is no such file, or nothing in it.
         """
         lines = [] if self.api_key_file is None else Path(self.api_key_file).read_text().splitlines()
-        found = tuple(filter(None, map(str.strip, lines)))
-        if self.api_key_file is not None and not found:
-            raise ValueError(f"api_key_file={self.api_key_file} has no key: write one a line")
-        return found
+        keys = tuple(filter(None, map(str.strip, lines)))
+        if self.api_key_file is not None and not keys:
+            raise ValueError(f"api_key_file={self.api_key_file} has no key: write one per line")
+        return keys
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -100,12 +112,14 @@ def read_config(values: dict[str, Any]) -> ServeConfig:
     values = dict(values)
     path, policy, budget, name = (values.pop(key, None) for key in ("model", "policy", "budget", "name"))
     loading: dict[str, Any] = {key: values.pop(key) for key in ("dtype", "revision") if key in values}
-    models = {key: {"path": each} if isinstance(each, str) else each for key, each in (values["models"] or {}).items()}
+    models = {
+        key: {"path": model} if isinstance(model, str) else model for key, model in (values["models"] or {}).items()
+    }
     if path:
         name = name or "-".join(part for part in Path(path).parts[-2:] if part != "/")
         models = {name: {"path": path, "policy": policy or "full", "budget": budget, **loading}, **models}
     elif budget is not None or policy:
-        raise ValueError("policy= and budget= are those of model=DIR: give it, or write them into models=")
+        raise ValueError("policy= and budget= belong to model=DIR: give it, or write them into models=")
     return build_config(ServeConfig, values | {"models": models})
 
 
@@ -119,21 +133,20 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
         ValueError, OSError: see `load_with_tokenizer`, `policy_from_config` and `Engine`; a model has no tokenizer.
     """
     built = {}  # before anything is loaded
-    for name, each in config.models.items():
-        own = {"like": each.policy} if isinstance(each.policy, str) else each.policy
-        (settings,) = named_settings([{"name": name, **own}], policies, f"models.{name}.policy").values()
-        built[name] = policy_from_config(settings, each.budget)
+    for name, served in config.models.items():
+        given = {"like": served.policy} if isinstance(served.policy, str) else served.policy
+        (settings,) = named_settings([{"name": name, **given}], policies, f"models.{name}.policy").values()
+        built[name] = policy_from_config(settings, served.budget)
     load, engines = functools.cache(_load), {}
-    for name, each in config.models.items():
-        model, tokenizer = load(each.path, each.dtype, each.revision)
+    for name, served in config.models.items():
+        model, tokenizer = load(served.path, served.dtype, served.revision)
         if tokenizer is None:
-            raise ValueError(f"{each.path} has no tokenizer, and clients send text: add tokenizer.json")
-        memory: Any = each.memory
-        if memory is None:  # its share
-            number = len(built)
-            memory = f"auto/{number}" if config.memory == "auto" else config.memory
+            raise ValueError(f"{served.path} has no tokenizer, and clients send text: add tokenizer.json")
+        memory: Any = served.memory
+        if memory is None:  # an equal share of the server's
+            memory = f"auto/{len(built)}" if config.memory == "auto" else config.memory
             if isinstance(memory, int | float):
-                memory = memory // number if isinstance(memory, int) else memory / number
+                memory = memory // len(built) if isinstance(memory, int) else memory / len(built)
         engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)
     return Worker(engines, config.max_waiting, Ranks.new_gloo_group())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter as get
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,24 +14,31 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 RATIOS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 ENTRIES = tuple(4**power for power in range(3, 14))
-BYTES = tuple(64 * each for each in ENTRIES)
-TABLE: tuple[tuple[str, Any, str, str, Callable[[Any], float], tuple[float, ...]], ...] = (
-    ("engine", Gauge, "dmc_requests_running", "Sequences in the cache.", lambda each: each.num_running, ()),
-    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for blocks.", lambda each: each.num_waiting, ()),
-    ("engine", Gauge, "dmc_pool_blocks", "Blocks of the cache.", lambda each: each.cache.allocator.num_blocks, ()),
-    ("engine", Gauge, "dmc_pool_blocks_in_use", "Blocks held by requests.", lambda each: each.blocks_in_use, ()),
-    ("engine", Gauge, "dmc_prefix_cache_bytes", "Bytes of cached prefixes.", lambda each: each.prefix_cache_bytes, ()),
+BYTES = tuple(64 * entries for entries in ENTRIES)
+METRICS: tuple[tuple[str, Any, str, str, Callable[[Any], float], tuple[float, ...]], ...] = (
+    ("engine", Gauge, "dmc_requests_running", "Sequences in the cache.", get("num_running"), ()),
+    ("engine", Gauge, "dmc_requests_waiting", "Sequences that wait for blocks.", get("num_waiting"), ()),
+    ("engine", Gauge, "dmc_pool_blocks", "Blocks of the cache.", get("cache.allocator.num_blocks"), ()),
+    ("engine", Gauge, "dmc_pool_blocks_in_use", "Blocks held by requests.", get("blocks_in_use"), ()),
+    ("engine", Gauge, "dmc_prefix_cache_bytes", "Bytes of cached prefixes.", get("prefix_cache_bytes"), ()),
     ("first", Histogram, "dmc_time_to_first_token_seconds", "From arrival to first token.", float, SECONDS),
     ("later", Histogram, "dmc_time_per_output_token_seconds", "Between two tokens.", float, SECONDS),
     ("token", Counter, "dmc_generated_tokens", "Tokens generated.", float, ()),
-    ("prompt", Counter, "dmc_prompt_tokens", "Tokens of prompts.", lambda each: each.prompt_end, ()),
-    ("prompt", Counter, "dmc_prefix_cache_hit_tokens", "Prompt tokens reused.", lambda each: each.num_reused, ()),
-    ("prompt", Counter, "dmc_preemptions", "Preemptions of requests.", lambda each: each.num_preemptions, ()),
-    ("end", Histogram, "dmc_achieved_ratio", "CR at a request's end.", lambda each: each.achieved_ratio, RATIOS),
-    ("end", Histogram, "dmc_request_slots", "Entries at its end.", lambda each: int(each.slots.sum()), ENTRIES),
-    ("end", Histogram, "dmc_request_bytes", "Bytes of cache at its end.", lambda each: each.bytes_used, BYTES),
+    ("prompt", Counter, "dmc_prompt_tokens", "Tokens of prompts.", get("prompt_end"), ()),
+    ("prompt", Counter, "dmc_prefix_cache_hit_tokens", "Prompt tokens reused.", get("num_reused"), ()),
+    ("prompt", Counter, "dmc_preemptions", "Preemptions of requests.", get("num_preemptions"), ()),
+    ("end", Histogram, "dmc_achieved_ratio", "Compression ratio at a request's end.", get("achieved_ratio"), RATIOS),
+    (
+        "end",
+        Histogram,
+        "dmc_request_slots",
+        "Entries at a request's end.",
+        lambda stats: int(stats.slots.sum()),
+        ENTRIES,
+    ),
+    ("end", Histogram, "dmc_request_bytes", "Bytes of cache at a request's end.", get("bytes_used"), BYTES),
 )
-"""Moment of the update, kind, name, help, value as a function of what is given, and buckets."""
+"""Moment of the update, type, name, help, value as a function of what `count` is given, and buckets."""
 UPDATE: dict[Any, Any] = {Gauge: Gauge.set, Counter: Counter.inc, Histogram: Histogram.observe}
 
 
@@ -42,16 +50,16 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._tasks = Gauge("dmc_tasks", "Tasks of the event loop.", registry=self._registry)
         labels = ["model", "finish_reason"]
-        self.ended = Counter("dmc_requests", "Prompts that have ended.", labels, registry=self._registry)
-        self._of: Any = collections.defaultdict(list)
-        for moment, kind, name, text, read, buckets in TABLE:
+        self.finished = Counter("dmc_requests", "Prompts that have ended.", labels, registry=self._registry)
+        self._by_moment: Any = collections.defaultdict(list)
+        for moment, kind, name, text, value_of, buckets in METRICS:
             metric = kind(name, text, labels[:1], registry=self._registry, **({"buckets": buckets} if buckets else {}))
-            self._of[moment].append((metric, UPDATE[kind], read))
+            self._by_moment[moment].append((metric, UPDATE[kind], value_of))
 
     def count(self, model: str, moment: str, given: Any) -> None:
         """Update the metrics of a moment from an engine, a token's seconds, a sequence or its stats."""
-        for metric, update, read in self._of[moment]:
-            update(metric.labels(model), read(given))
+        for metric, update, value_of in self._by_moment[moment]:
+            update(metric.labels(model), value_of(given))
 
     def collect(self) -> list[Metric]:
         """Return all metrics; call it in the event loop."""
@@ -59,17 +67,17 @@ class Metrics:
         return [*self._registry.collect()]
 
 
-def written(collected: Mapping[str, Iterable[Metric]]) -> bytes:
+def text_format(collected: Mapping[str, Iterable[Metric]]) -> bytes:
     """Write the metrics of processes in the text format of Prometheus.
 
     Args:
         collected: metrics of each process by its name, which labels its samples: sums would fall when one ends.
     """
-    found: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for replica, metrics in collected.items():
-        for each in metrics:
-            joined = found.setdefault(each.name, Metric(each.name, each.documentation, each.type))
+        for metric in metrics:
+            joined = by_name.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             label = {"replica": replica} if replica else {}
-            joined.samples += [one._replace(labels={**one.labels, **label}) for one in each.samples]
-    source: Any = SimpleNamespace(collect=found.values)
+            joined.samples += [sample._replace(labels={**sample.labels, **label}) for sample in metric.samples]
+    source: Any = SimpleNamespace(collect=by_name.values)
     return generate_latest(source)

@@ -1,33 +1,41 @@
-"""Check bodies by OpenAI's published types, and turn them into prompt tokens and sampling parameters."""
+"""Bodies of requests as pydantic models, and their prompts and sampling parameters."""
 
 from __future__ import annotations
 
-import json
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from openai.types import completion_create_params as completions
-from openai.types.chat import ChatCompletionMessageParam, ChatCompletionStreamOptionsParam
-from openai.types.chat import completion_create_params as chats
-from pydantic import ConfigDict, Field, TypeAdapter
-from pydantic_core import SchemaValidator, ValidationError
-from typing_extensions import Required, TypedDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from dmc.runtime import Engine, SamplingParams
 from dmc.runtime.input_processor import encode
 
-MOST_NAMES = 1024
-"""Maximum number of fields of an object: to tell 80,000 wrong ones would take seconds and gigabytes."""
-METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-"""Fields of a request that do not affect its answer."""
-DEFAULTS: dict[str, Any] = {
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+"""Fields of OpenAI's API that do not change an answer."""
+NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "suffix": "", "response_format": {"type": "text"}, "tools": [], "functions": [], "store": False},
     **{"tool_choice": "none", "function_call": "none", "modalities": ["text"], "service_tier": "auto"},
     **{"verbosity": "medium", "reasoning_effort": "none"},
 }
-"""Fields that are not served, and their values that change nothing."""
+"""Fields of OpenAI's API that are not served, and the values with which they change nothing."""
+MAX_NAMES = 1024
+"""Maximum number of an object's names: pydantic collects an error for each, and 300,000 take 15 seconds and 400 MiB."""
+SAMPLING = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""Fields that `SamplingParams` has under the same name."""
+TYPES = {"str", "int", "bool", "float"}
+"""Types that pydantic names in the location of a union's error."""
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item ends its validation."""
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 @dataclass
@@ -39,7 +47,7 @@ class APIError(Exception):
     param: str | None = None
     """Name of the wrong field."""
     code: str | None = None
-    """Reason for programs."""
+    """Machine-readable reason."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -49,211 +57,251 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response: when to try again."""
+        """The headers of the response."""
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
 
-class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
-    """OpenAI's, and vLLM's usage with every piece."""
+def _bounded(values: Any) -> Any:
+    if isinstance(values, dict) and len(values) > MAX_NAMES:
+        raise PydanticCustomError("too_many_names", f"at most {MAX_NAMES} names")  # type: ignore[arg-type]
+    return values
 
-    continuous_usage_stats: bool
+
+class Body(BaseModel):
+    """A JSON object; null stands for a field's default."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        if not isinstance(_bounded(values), dict):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name in cls.model_fields or not (name in IGNORED or NEUTRAL.get(name) == value))
+        }
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Count = Annotated[int, Field(ge=1)]
-Top = Annotated[int, Field(ge=0, le=20)]
-OURS: dict[str, Any] = {
-    "model": Required[str],
-    "stream": bool,
-    "stream_options": StreamOptions,
-    "n": Annotated[int, Field(ge=1, le=32)],
-    "max_tokens": Count,
-    "stop": Stop | Annotated[list[Stop], Field(max_length=32)],
-    "stop_token_ids": Annotated[list[int], Field(max_length=32)],
-    "question_tokens": Annotated[int, Field(ge=0)],
+class StreamOptions(Body):
+    """OpenAI's options of streams, and vLLM's usage with every chunk."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """No effect."""
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(Body):
+    """Fields that completions and chats share; `SamplingParams` checks the ranges of its fields."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Field(ge=1, le=32)] = 1
+    max_tokens: Count | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=32)] = []
+    stop_token_ids: Annotated[Items[int], Field(max_length=32)] = []
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float], BeforeValidator(_bounded)] | None = None
+    """Keys of JSON are text."""
+    question_tokens: NonNegative = 0
+    """Number of last tokens that are computed after a policy has compressed the tokens before them."""
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    prompt: (
+        str
+        | Items[int]
+        | Annotated[Items[str], Field(max_length=128)]
+        | Annotated[Items[Items[int]], Field(max_length=128)]
+    )
+    echo: bool = False
+    logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens that are reported with each token; None: no log-probabilities."""
+        return self.logprobs
+
+
+class TextPart(Body):
+    """A text in a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message, whose content becomes one text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = Field(None, exclude=True)
+
+    @field_validator("content")
+    @classmethod
+    def _join(cls, content: str | list[TextPart]) -> str:
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = 0
+    echo: ClassVar[bool] = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens that are reported with each token; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(Body):
+    """Body of /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """Body of /detokenize."""
+
+    tokens: Items[int]
+    model: str | None = None
+
+
+class ModelsRequest(BaseModel):
+    """A question about one model, or about all of them."""
+
+    model: str | None = None
+
+
+BODIES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
-"""Fields within our bounds, and fields that OpenAI lacks."""
-PLAIN = (
-    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("top_k", "min_p", "repetition_penalty", "ignore_eos"),
-)
-"""Fields that the engine reads, and checks, as they are."""
 
 
-def _eager(schema: Any) -> Any:
-    """Make lists of published iterables, which would be checked as late as they are read, up to the first fault."""
-    if isinstance(schema, list):
-        return [_eager(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("type") == "json-or-python":
-        return _eager(schema["json_schema"])
-    lists = {"type": "list", "fail_fast": True} if schema.get("type") in ("list", "generator") else {}
-    return {name: _eager(each) for name, each in schema.items()} | lists
-
-
-def _body(published: Any = None, *served: str, **ours: Any) -> tuple[SchemaValidator, set[str]]:
-    hints = typing.get_type_hints(published, include_extras=True) if published else {}
-    make: Any = TypedDict
-    kind = make("Body", {name: hints.get(name, Any) for name in served} | ours, total=False)
-    kind.__pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    return SchemaValidator(_eager(TypeAdapter(kind).core_schema)), {*served, *ours}
-
-
-Talk = Required[list[Annotated[ChatCompletionMessageParam, Field(discriminator="role")]]]
-BODIES = {
-    "/v1/completions": _body(
-        completions.CompletionCreateParamsBase, *PLAIN, "logit_bias", "prompt", "echo", **OURS, logprobs=Top
-    ),
-    "/v1/chat/completions": _body(
-        chats.CompletionCreateParamsBase,
-        *(*PLAIN, "logit_bias", "logprobs"),
-        **(OURS | {"top_logprobs": Top, "max_completion_tokens": Count, "messages": Talk}),
-    ),
-    "/tokenize": _body(prompt=Required[str], model=str, add_special_tokens=bool),
-    "/detokenize": _body(tokens=Required[list[int]], model=str),
-}
-"""Validator of each route's bodies, by OpenAI's types and ours, and the names of the fields that it serves."""
-
-
-def _named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MOST_NAMES:
-        raise ValueError(f"an object of {len(pairs)} names: expected at most {MOST_NAMES}")
-    "".join(name for name, _ in pairs).encode()  # raises ValueError for half of a character, which no answer can tell
-    return {name: value for name, value in pairs if value is not None}
-
-
-def not_served(name: str, value: Any) -> APIError:
-    """Return the error about a field or value that is not served."""
-    told = f"{name[:100]}={value!r:.80} is not served here: leave it out"
-    return APIError(422, told, name[:100], "unsupported_parameter")
-
-
-def read(path: str, body: bytes) -> dict[str, Any]:
-    """Parse and check the body of a request to `path`; null is left out.
+def parse(request_class: type[Body], body: bytes) -> Body:
+    """Validate a body.
 
     Raises:
-        APIError: 422 for a field that is not served, 400 for any other fault; it names the field.
+        APIError: 422 for a field that is not served, 400 for any other error; it names the field.
     """
-    validator, names = BODIES[path]
     try:
-        given = json.loads(body, object_pairs_hook=_named)
-    except (ValueError, RecursionError) as error:
-        raise APIError(400, f"the body is no JSON that is read here: {error}") from error
-    if not isinstance(given, dict):
-        raise APIError(400, f"the body={given!r:.80}: expected an object")
-    for name, value in given.items():
-        if name not in names | METADATA and json.dumps(value) != json.dumps(DEFAULTS.get(name)):
-            raise not_served(name, value)
-    try:
-        return dict(validator.validate_python({name: value for name, value in given.items() if name in names}))
+        return request_class.model_validate_json(body)
     except ValidationError as error:
-        raise _fault(error, given) from error
+        raise _api_error(error) from error
 
 
-def _fault(error: ValidationError, given: Any) -> APIError:
-    """Return the error about the first fault; of several types that of the one that comes closest."""
-    found = error.errors(include_url=False)
-    fault = max(found, key=lambda each: len(each["loc"]))
-    place, value, is_missing = [], given, fault["type"] == "missing"
-    for each in fault["loc"]:  # names of types are no part of the place
-        if each in value if isinstance(value, dict) else isinstance(value, list) and isinstance(each, int):
-            value = value[each]
-            place.append(str(each)[:100])
-    name = ".".join([*place, str(fault["loc"][-1])] if is_missing else place)
-    if fault["type"] == "extra_forbidden":
-        return not_served(name, value)
-    reasons = [each["msg"] for each in found if len(each["loc"]) == len(fault["loc"])]
-    told = " or ".join(dict.fromkeys(each.removeprefix("Input should be ") for each in reasons))
-    return APIError(400, f"{name}: missing" if is_missing else f"{name}={value!r:.80}: expected {told:.300}", name)
+def _api_error(error: ValidationError) -> APIError:
+    """Describe the first error; of a union's, the one of the type that comes closest."""
+    errors = error.errors(include_url=False)
+    first = max(errors, key=lambda details: (len(details["loc"]), details["type"] == "extra_forbidden"))
+    loc, value = first["loc"], first["input"]
+    if not loc:
+        return APIError(400, f"the body is not the expected JSON: {first['msg']}")
+    # pydantic adds the types of unions, as in ("prompt", "list[int]", 0)
+    inner = [str(part) for part in loc[1:] if isinstance(part, int) or (part.isidentifier() and part not in TYPES)]
+    name = ".".join([str(loc[0])[:100], *inner])
+    if first["type"] == "extra_forbidden":
+        return APIError(422, f"{name}={value!r:.80} is not served here: leave it out", name, "unsupported_parameter")
+    if first["type"] == "missing":
+        return APIError(400, f"{name}: missing", name)
+    expected = [details["msg"] for details in errors if len(details["loc"]) == len(loc)]
+    expected = [message.removeprefix("Input should be ") for message in dict.fromkeys(expected)]
+    return APIError(400, f"{name}={value!r:.80}: expected {' or '.join(expected):.300}", name)
 
 
-def blamed_on(param: str, call: Callable[[], Any]) -> Any:
-    """Call a function, and turn any error, of a chat template perhaps, into an APIError about a field."""
+def encode_prompt(prompt: str | list[int], engine: Engine, param: str, add_special_tokens: bool = True) -> list[int]:
+    """Turn a text into token ids of the model's vocabulary, or raise an APIError about a field."""
+    size = engine.model.get_input_embeddings().num_embeddings
+    return list(_for_field(param, lambda: encode(prompt, engine.tokenizer, size, add_special_tokens)))
+
+
+def encode_prompts(request: GenerationRequest, engine: Engine) -> list[list[int]]:
+    """Return the token ids of each prompt of a request.
+
+    Raises:
+        APIError: a prompt is empty, the model has no chat template, or tokenizer or template refuse the prompt.
+    """
+    if isinstance(request, CompletionRequest):
+        prompt: Any = request.prompt
+        prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        return [encode_prompt(prompt, engine, "prompt") for prompt in prompts]
+    assert isinstance(request, ChatRequest)
+    if not getattr(engine.tokenizer, "chat_template", None):
+        raise APIError(400, f"{request.model!r} has no chat template: use /v1/completions", "messages")
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    tokens = _for_field("messages", lambda: engine.tokenizer.apply_chat_template(messages, **options))
+    return [encode_prompt(tokens, engine, "messages")]
+
+
+def _for_field(param: str, call: Callable[[], Any]) -> Any:
+    """Call a function, and turn any error, perhaps of a chat template, into an APIError about a field."""
     try:
         return call()
     except Exception as error:
         raise APIError(400, " ".join(str(error).split())[:500] or type(error).__name__, param) from error
 
 
-def encoded(given: str | list[int], engine: Engine, param: str, begins_text: bool = True) -> list[int]:
-    """Turn a text into token ids of the model's vocabulary, or raise an APIError about a field."""
-    size = engine.model.get_input_embeddings().num_embeddings
-    return list(blamed_on(param, lambda: encode(given, engine.tokenizer, size, begins_text)))
+def sampling_params(request: Any, num_prompt_tokens: int, engine: Engine, max_model_len: int) -> SamplingParams:
+    """Return the sampling parameters of one prompt.
 
-
-def prompts_of(asked: dict[str, Any], engine: Engine) -> list[list[int]]:
-    """Return the token ids of each prompt of a request.
-
-    Raises:
-        APIError: a prompt is empty or too long, the model has no chat template, or tokenizer or template refuse it.
-    """
-    if "prompt" in asked:
-        given = asked["prompt"]
-        prompts = given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
-        if not 1 <= len(prompts) <= 128:
-            raise APIError(400, f"{len(prompts)} prompts: expected 1 to 128", "prompt")
-        return [encoded(each, engine, "prompt") for each in prompts]
-    messages = [_plain(message, f"messages.{index}") for index, message in enumerate(asked["messages"])]
-    if not messages or not getattr(engine.tokenizer, "chat_template", None):
-        told = f"{asked['model']!r} has no chat template: use /v1/completions" if messages else "expected messages"
-        raise APIError(400, told, "messages")
-    options = {"add_generation_prompt": True, "return_dict": False}
-    tokens = blamed_on("messages", lambda: engine.tokenizer.apply_chat_template(messages, **options))
-    return [encoded(tokens, engine, "messages")]
-
-
-def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a message as chat templates expect it: its content is one text."""
-    for name in message.keys() - {"role", "content", "name", "tool_call_id"}:
-        raise not_served(f"{place}.{name}", message[name])
-    content = message.get("content", "")
-    for part in content if isinstance(content, list) else []:
-        if part.keys() != {"type", "text"}:
-            raise not_served(f"{place}.content", part)
-    plain = {name: value for name, value in message.items() if name != "tool_call_id"}
-    return plain | {"content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
-
-
-def sampling_of(asked: dict[str, Any], num_prompt_tokens: int, engine: Engine, longest: int) -> SamplingParams:
-    """Return the sampling parameters of one prompt; `longest`: tokens that model and memory allow.
-
+    Args:
+        request: a completion or chat.
+        num_prompt_tokens: tokens of the prompt.
+        engine: engine that serves the model.
+        max_model_len: maximum number of tokens of prompt and continuation.
     Raises:
         APIError: a value is out of range, or the prompt and its continuation are too long.
     """
-    room, place = longest - num_prompt_tokens, "prompt" if "prompt" in asked else "messages"
-    wanted = asked.get("max_tokens", asked.get("max_completion_tokens", 16 if place == "prompt" else max(room, 1)))
-    if room < wanted:
-        told = f"a prompt of {num_prompt_tokens} tokens and {wanted} generated ones make {num_prompt_tokens + wanted}"
-        raise APIError(400, f"{told}: at most {longest} are served", place, "context_length_exceeded")
-    stop, tokenizer, number = asked.get("stop", []), engine.tokenizer, num_logprobs(asked)
-    stop = [stop] if isinstance(stop, str) else stop
+    is_chat, max_tokens = isinstance(request, ChatRequest), request.max_tokens
+    if is_chat:
+        max_tokens = max_tokens or request.max_completion_tokens or max(max_model_len - num_prompt_tokens, 1)
+    max_tokens = max_tokens or 16
+    total = num_prompt_tokens + max_tokens
+    if total > max_model_len:
+        message = f"{num_prompt_tokens} tokens of the prompt and {max_tokens} to generate are {total}"
+        message += f": at most {max_model_len} are served"
+        raise APIError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")
+    tokenizer, stop = engine.tokenizer, [request.stop] if isinstance(request.stop, str) else request.stop
     # special tokens are not part of the text, so they stop by id
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in stop if text in tokenizer.all_special_tokens}
-    biases = asked.get("logit_bias", {})
-    options = {name: asked[name] for name in ("n", *PLAIN) if name in asked} | {
-        "max_new_tokens": wanted,
+    options = request.model_dump(include=SAMPLING, exclude_none=True) | {
+        "max_new_tokens": max_tokens,
         "stop": tuple(text for text in stop if text not in ends),
-        "stop_token_ids": (*asked.get("stop_token_ids", ()), *ends.values()),
-        "logit_bias": blamed_on("logit_bias", lambda: {int(token): each for token, each in biases.items()}),
-        "top_logprobs": number or 0,
-        "prompt_logprobs": number if asked.get("echo") else None,
+        "stop_token_ids": (*request.stop_token_ids, *ends.values()),
+        "top_logprobs": request.num_logprobs or 0,
+        "prompt_logprobs": request.num_logprobs if request.echo else None,
     }
     try:
         return SamplingParams(**options)
     except ValueError as error:
-        raise out_of_range(error) from error
+        raise bad_value(error) from error
 
 
-def num_logprobs(asked: dict[str, Any]) -> int | None:
-    """Return how many of the most likely tokens are told with each token; None: no log-probabilities."""
-    given: int | None = asked.get("logprobs")
-    if isinstance(given, bool):  # of chats
-        return asked.get("top_logprobs", 0) if given else None
-    return given
-
-
-def out_of_range(error: Exception) -> APIError:
+def bad_value(error: Exception) -> APIError:
     """Turn the engine's error about a value, which begins with the value's name, into an APIError."""
     name = str(error).partition("=")[0].partition("[")[0]
     return APIError(400, str(error), name if name.isidentifier() else None)

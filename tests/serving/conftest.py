@@ -17,7 +17,8 @@ from dmc import Engine, policies, retrofit
 from dmc.budget import Budget
 from dmc.data import train_tokenizer
 from dmc.serving.answers import LocalService
-from dmc.serving.app import Limits, make_app
+from dmc.serving.config import Limits
+from dmc.serving.server import make_app
 from dmc.serving.worker import Worker
 
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""The real client of OpenAI, on a real socket: what it gets is what the engine generates."""
+"""The real client of OpenAI, on a real socket: it gets what the engine generates."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CHAT_TEXT = "<system>xx\n<user>line 5\n<assistant>"
 
 
 def alone(served: Any, name: str, prompt: str, **params: Any) -> Any:
-    """Generate on an engine of its own, while the server's rests."""
-    theirs = served.worker.engines[name]
-    engine = Engine(theirs.model, theirs.tokenizer, theirs.policy)
+    """Generate on a separate engine, while the server's is idle."""
+    served_engine = served.worker.engines[name]
+    engine = Engine(served_engine.model, served_engine.tokenizer, served_engine.policy)
     return engine.generate([prompt], SamplingParams(**{"max_new_tokens": 12, "temperature": 0, **params}))[0]
 
 
@@ -74,20 +74,20 @@ def test_completions_are_what_the_engine_generates(served: Any, name: str) -> No
 def test_chats_are_what_the_engine_generates_after_the_template(served: Any, name: str) -> None:
     expected = alone(served, name, CHAT_TEXT)
     client = served.client()
-    asked: Any = {"model": name, "messages": CHAT, "max_completion_tokens": 12, "temperature": 0}
-    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    request: Any = {"model": name, "messages": CHAT, "max_completion_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**request, logprobs=True, top_logprobs=3)
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason) == (expected.text, "length")
     ChatCompletion.model_validate(answer.model_dump())
-    for each, logprob in zip(choice.logprobs.content, expected.logprobs, strict=True):
-        assert each.logprob == pytest.approx(logprob, abs=1e-4)
-        assert [top.logprob for top in each.top_logprobs] == sorted(
-            (top.logprob for top in each.top_logprobs), reverse=True
+    for token, logprob in zip(choice.logprobs.content, expected.logprobs, strict=True):
+        assert token.logprob == pytest.approx(logprob, abs=1e-4)
+        assert [top.logprob for top in token.top_logprobs] == sorted(
+            (top.logprob for top in token.top_logprobs), reverse=True
         )
-        assert each.top_logprobs[0].logprob == each.logprob  # greedy
-        assert len(each.top_logprobs) == 3
+        assert token.top_logprobs[0].logprob == token.logprob  # greedy
+        assert len(token.top_logprobs) == 3
     options = {"include_usage": True, "continuous_usage_stats": True}
-    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+    pieces = list(client.chat.completions.create(**request, stream=True, stream_options=options))
     for piece in pieces:
         ChatCompletionChunk.model_validate(piece.model_dump())
     assert pieces[0].choices[0].delta.role == "assistant"
@@ -104,10 +104,12 @@ def test_asynchronous_clients_share_the_engine(served: Any) -> None:
     expected = [alone(served, "own", f"line {index}", temperature=1.0, seed=index).text for index in range(12)]
 
     async def ask(client: openai.AsyncOpenAI, index: int) -> str:
-        asked: Any = {"model": "own", "prompt": f"line {index}", "max_tokens": 12, "seed": index}
+        request: Any = {"model": "own", "prompt": f"line {index}", "max_tokens": 12, "seed": index}
         if index % 2:
-            return (await client.completions.create(**asked)).choices[0].text
-        return "".join([piece.choices[0].text async for piece in await client.completions.create(**asked, stream=True)])
+            return (await client.completions.create(**request)).choices[0].text
+        return "".join(
+            [piece.choices[0].text async for piece in await client.completions.create(**request, stream=True)]
+        )
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -120,45 +122,45 @@ def test_asynchronous_clients_share_the_engine(served: Any) -> None:
 def test_several_prompts_and_continuations_stand_in_order(served: Any) -> None:
     prompts = ["line 1", "line 2 <b>"]
     expected = [alone(served, "full", prompt, temperature=0.9, seed=3, n=3) for prompt in prompts]
-    texts = [each.text for one in expected for each in (one, *one.alternatives)]
+    texts = [generation.text for best in expected for generation in (best, *best.alternatives)]
     client = served.client()
-    asked: Any = {"model": "full", "prompt": prompts, "max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 3}
-    answer = client.completions.create(**asked)
+    request: Any = {"model": "full", "prompt": prompts, "max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 3}
+    answer = client.completions.create(**request)
     assert [choice.text for choice in answer.choices] == texts
     assert [choice.index for choice in answer.choices] == [*range(6)]
     assert answer.usage.completion_tokens == 6 * 12
     streamed = [""] * 6
-    for piece in client.completions.create(**asked, stream=True):
+    for piece in client.completions.create(**request, stream=True):
         streamed[piece.choices[0].index] += piece.choices[0].text
     assert streamed == texts
     tokens = served.worker.engines["full"].tokenizer(prompts)["input_ids"]
-    assert [each.text for each in client.completions.create(**{**asked, "prompt": tokens}).choices] == texts
+    assert [choice.text for choice in client.completions.create(**{**request, "prompt": tokens}).choices] == texts
 
 
 def test_stops_penalties_and_biases_are_the_engines(served: Any) -> None:
-    client, asked = served.client(), {"model": "full", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    client, request = served.client(), {"model": "full", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     free = alone(served, "full", PROMPT)
     stop = free.text[5:7]
-    choice = client.completions.create(**asked, stop=["never", stop]).choices[0]
+    choice = client.completions.create(**request, stop=["never", stop]).choices[0]
     assert (choice.text, choice.finish_reason) == (free.text[: free.text.find(stop)], "stop")
-    pieces = list(client.completions.create(**asked, stop=stop, stream=True))
+    pieces = list(client.completions.create(**request, stop=stop, stream=True))
     assert "".join(piece.choices[0].text for piece in pieces) == choice.text
     assert pieces[-1].choices[0].finish_reason == "stop"
     token = free.token_ids[0]
-    assert client.completions.create(**asked, logit_bias={str(token): -100}).choices[0].text != free.text
-    always = client.completions.create(**asked, logit_bias={str(token): 100})
+    assert client.completions.create(**request, logit_bias={str(token): -100}).choices[0].text != free.text
+    always = client.completions.create(**request, logit_bias={str(token): 100})
     assert always.choices[0].text == served.worker.engines["full"].tokenizer.decode([token] * 12)
-    penalised = client.completions.create(**asked, logit_bias={str(token): 4}, frequency_penalty=2.0)
+    penalized = client.completions.create(**request, logit_bias={str(token): 4}, frequency_penalty=2.0)
     options = {"logit_bias": {token: 4}, "frequency_penalty": 2.0}
-    assert penalised.choices[0].text == alone(served, "full", PROMPT, **options).text != always.choices[0].text
-    once = client.completions.create(**asked, logit_bias={str(token): 4}, presence_penalty=2.0)
+    assert penalized.choices[0].text == alone(served, "full", PROMPT, **options).text != always.choices[0].text
+    once = client.completions.create(**request, logit_bias={str(token): 4}, presence_penalty=2.0)
     options = {"logit_bias": {token: 4}, "presence_penalty": 2.0}
     assert once.choices[0].text == alone(served, "full", PROMPT, **options).text != always.choices[0].text
     extra = {"repetition_penalty": 1.3, "top_k": 3, "ignore_eos": True}
     expected = alone(served, "full", PROMPT, repetition_penalty=1.3)
-    assert client.completions.create(**asked, extra_body=extra).choices[0].text == expected.text
+    assert client.completions.create(**request, extra_body=extra).choices[0].text == expected.text
     assert (
-        client.completions.create(**asked, user="me", best_of=1, suffix=None, extra_body={"metadata": {}})
+        client.completions.create(**request, user="me", best_of=1, suffix=None, extra_body={"metadata": {}})
         .choices[0]
         .text
         == free.text
@@ -166,13 +168,13 @@ def test_stops_penalties_and_biases_are_the_engines(served: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "own"])
-def test_an_echoed_prompt_tells_how_likely_it_is(served: Any, name: str) -> None:
+def test_an_echoed_prompt_has_log_probabilities(served: Any, name: str) -> None:
     engine = served.worker.engines[name]
     tokens = engine.tokenizer(PROMPT)["input_ids"]
     expected = Engine(engine.model).score([tokens[:1]], [tokens[1:]])[0]
     given = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
-    client, asked = served.client(), {"model": name, "prompt": PROMPT, "temperature": 0, "echo": True}
-    choice = client.completions.create(**asked, max_tokens=1, logprobs=1).choices[0]
+    client, request = served.client(), {"model": name, "prompt": PROMPT, "temperature": 0, "echo": True}
+    choice = client.completions.create(**request, max_tokens=1, logprobs=1).choices[0]
     assert choice.text.startswith(PROMPT)
     logprobs = choice.logprobs
     assert logprobs.token_logprobs[0] is None
@@ -184,15 +186,15 @@ def test_an_echoed_prompt_tells_how_likely_it_is(served: Any, name: str) -> None
     assert [
         choice.text[at:][: len(text)] for at, text in zip(logprobs.text_offset, logprobs.tokens, strict=True)
     ] == logprobs.tokens
-    pieces = list(client.completions.create(**asked, max_tokens=3, logprobs=1, stream=True))
+    pieces = list(client.completions.create(**request, max_tokens=3, logprobs=1, stream=True))
     streamed = [logprob for piece in pieces for logprob in piece.choices[0].logprobs.token_logprobs]
     assert streamed[1 : len(tokens)] == pytest.approx(given, abs=1e-4)
 
 
 def test_question_tokens_mean_nothing_without_a_policy(served: Any) -> None:
-    asked: Any = {"model": "full", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+    request: Any = {"model": "full", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
     expected, given = (
-        served.client().completions.create(**asked, extra_body={"question_tokens": number}).choices[0].logprobs
+        served.client().completions.create(**request, extra_body={"question_tokens": number}).choices[0].logprobs
         for number in (0, 3)
     )
     assert given.token_logprobs[1:] == pytest.approx(expected.token_logprobs[1:], abs=1e-4)
@@ -204,9 +206,9 @@ def test_conversations_hit_the_prefix_cache(served: Any, name: str, turn: int) -
     """Gates: where prompts have been seen to part, or where the answer is read as it was written."""
     client, messages = served.client(), [{"role": "user", "content": name + "x" * 300}]
     for number in range(1, turn + 1):
-        asked: Any = {"model": name, "messages": messages, "max_tokens": 8, "temperature": 0}
-        answer = client.chat.completions.create(**asked)
-        text = "".join(f"<{each['role']}>{each['content']}\n" for each in messages) + "<assistant>"
+        request: Any = {"model": name, "messages": messages, "max_tokens": 8, "temperature": 0}
+        answer = client.chat.completions.create(**request)
+        text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + "<assistant>"
         assert answer.choices[0].message.content == alone(served, name, text, max_new_tokens=8).text
         reused = answer.usage.prompt_tokens_details.cached_tokens
         assert reused >= 128 if number == turn else reused < 128 or number > 1
@@ -222,8 +224,8 @@ def test_models_tokens_health_and_metrics(served: Any) -> None:
     assert client.models.retrieve("own").id == "own"
     with httpx.Client(base_url=served.url) as web:
         tokens = served.worker.engines["full"].tokenizer(PROMPT)["input_ids"]
-        told = web.post("/tokenize", json={"prompt": PROMPT, "model": "full"}).json()
-        assert (told["tokens"], told["count"], told["max_model_len"]) == (tokens, len(tokens), 512)
+        response = web.post("/tokenize", json={"prompt": PROMPT, "model": "full"}).json()
+        assert (response["tokens"], response["count"], response["max_model_len"]) == (tokens, len(tokens), 512)
         assert web.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": PROMPT}
         assert web.get("/health").json() == {"status": "ok"}
         client.completions.create(model="h2o", prompt=PROMPT, max_tokens=5)
@@ -243,16 +245,16 @@ def test_models_tokens_health_and_metrics(served: Any) -> None:
 
 
 def test_a_client_that_goes_away_frees_its_blocks(served: Any) -> None:
-    asked = {"model": "full", "prompt": "line", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    request = {"model": "full", "prompt": "line", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
     before = float(_counter(served, "dmc_generated_tokens_total"))
     with (
         httpx.Client(base_url=served.url) as web,
-        web.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+        web.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer,
     ):
         next(answer.iter_lines())
     served.wait_until_idle()
     with httpx.Client(base_url=served.url, timeout=0.3) as web, pytest.raises(httpx.ReadTimeout):
-        web.post("/v1/completions", json={**asked, "n": 8})
+        web.post("/v1/completions", json={**request, "n": 8})
     served.wait_until_idle()
     assert float(_counter(served, "dmc_generated_tokens_total")) - before < 9 * 500
 
@@ -271,20 +273,20 @@ def test_gauges_are_right_when_nothing_runs_any_more(served: Any) -> None:
             assert time.monotonic() < end
 
 
-def test_a_full_queue_says_come_again(make_server: Any, served: Any) -> None:
-    theirs = served.worker.engines["full"]
-    busy = make_server({"one": Engine(theirs.model, theirs.tokenizer, max_batch_size=1)}, max_waiting=1)
+def test_a_full_queue_answers_429(make_server: Any, served: Any) -> None:
+    served_engine = served.worker.engines["full"]
+    busy = make_server({"one": Engine(served_engine.model, served_engine.tokenizer, max_batch_size=1)}, max_waiting=1)
     step, gate = busy.worker.engines["one"].step, threading.Event()
     busy.worker.engines["one"].step = lambda: gate.wait(20) and step()
-    asked: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
+    request: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
     client, found = busy.client(timeout=20), []
-    threads = [threading.Thread(target=lambda: found.append(client.completions.create(**asked))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(client.completions.create(**request))) for _ in range(2)]
     for thread in threads:
         thread.start()
     while busy.worker.num_unfinished["one"] < 2:
         time.sleep(0.01)
     with pytest.raises(openai.RateLimitError) as caught:
-        client.completions.create(**asked)
+        client.completions.create(**request)
     assert caught.value.response.headers["retry-after"] == "1"
     gate.set()
     for thread in threads:
@@ -305,12 +307,12 @@ class OwnedByOne(dict):
 
 
 def test_jobs_come_while_the_engines_step_and_are_answered_when_these_stop(make_server: Any, served: Any) -> None:
-    theirs = served.worker.engines["full"]
-    server = make_server({"one": Engine(theirs.model, theirs.tokenizer)})
+    served_engine = served.worker.engines["full"]
+    server = make_server({"one": Engine(served_engine.model, served_engine.tokenizer)})
     worker = server.worker
     worker._jobs = OwnedByOne(worker._thread)
-    asked: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
-    assert server.client().completions.create(**asked).usage.completion_tokens == 2
+    request: Any = {"model": "one", "prompt": "line", "max_tokens": 2}
+    assert server.client().completions.create(**request).usage.completion_tokens == 2
 
     async def submit() -> list[Any]:
         news: asyncio.Queue[Any] = asyncio.Queue()
@@ -326,14 +328,14 @@ def test_jobs_come_while_the_engines_step_and_are_answered_when_these_stop(make_
 
     assert [error.message for error in asyncio.run(submit())] == ["the engines have stopped"] * 2
     with pytest.raises(openai.InternalServerError) as caught:
-        server.client().completions.create(**asked)
+        server.client().completions.create(**request)
     assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
     assert httpx.get(f"{server.url}/health").status_code == 503
 
 
 def test_a_pass_that_fails_ends_its_requests_and_the_server_goes_on(make_server: Any, served: Any) -> None:
-    theirs = served.worker.engines["full"]
-    engine = Engine(theirs.model, theirs.tokenizer)
+    served_engine = served.worker.engines["full"]
+    engine = Engine(served_engine.model, served_engine.tokenizer)
     server = make_server({"one": engine})
     bad = engine.tokenizer("&")["input_ids"][0]
     forward = engine._runner.forward
@@ -359,7 +361,7 @@ def test_a_pass_that_fails_ends_its_requests_and_the_server_goes_on(make_server:
     server.wait_until_idle()
 
 
-def test_keys_are_asked_for(make_server: Any, served: Any) -> None:
+def test_requests_need_a_key(make_server: Any, served: Any) -> None:
     server = make_server(
         {"own": Engine(served.worker.engines["own"].model, served.worker.engines["own"].tokenizer)}, keys=("one", "zwö")
     )
@@ -372,16 +374,16 @@ def test_keys_are_asked_for(make_server: Any, served: Any) -> None:
     assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
-def test_prompts_are_logged_only_when_that_is_asked_for(make_server: Any, served: Any, caplog: Any) -> None:
-    asked = {"model": "own", "prompt": "line of a secret", "max_tokens": 1}
-    for limits, told in (({}, False), ({"log_prompts": True}, True)):
+def test_prompts_are_logged_only_on_request(make_server: Any, served: Any, caplog: Any) -> None:
+    request = {"model": "own", "prompt": "line of a secret", "max_tokens": 1}
+    for limits, is_logged in (({}, False), ({"log_prompts": True}, True)):
         server = make_server({"own": served.worker.engines["own"]}, **limits)
-        server.client().completions.create(**asked)
-        assert ("line of a secret" in caplog.text) == told
+        server.client().completions.create(**request)
+        assert ("line of a secret" in caplog.text) == is_logged
 
 
 def test_events_are_json(served: Any) -> None:
-    asked = {"model": "own", "prompt": "line", "max_tokens": 3, "stream": True}
-    lines = httpx.post(f"{served.url}/v1/completions", json=asked).text.split("\n\n")
+    request = {"model": "own", "prompt": "line", "max_tokens": 3, "stream": True}
+    lines = httpx.post(f"{served.url}/v1/completions", json=request).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     assert [json.loads(line.removeprefix("data: "))["object"] for line in lines[:-2]] == ["text_completion"] * 3

@@ -1,4 +1,4 @@
-"""lm-eval's own clients against the server: the numbers and the texts of our harness."""
+"""lm-eval's clients against the server: the numbers and the texts of our harness."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def local(served: Any, name: str, folder: Path, **options: Any) -> LocalCompleti
 
 
 def ours(served: Any, name: str) -> EngineLM:
-    theirs = served.worker.engines[name]
-    return EngineLM(Engine(theirs.model, theirs.tokenizer, theirs.policy))
+    engine = served.worker.engines[name]
+    return EngineLM(Engine(engine.model, engine.tokenizer, engine.policy))
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"num_concurrent": 4}], ids=str)
@@ -42,8 +42,8 @@ def test_likelihoods_are_our_harness(served: Any, name: str, options: dict, toke
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
     found = local(served, name, tokenizer_folder, **options).loglikelihood(requests, disable_tqdm=True)
     expected = ours(served, name).loglikelihood(requests, disable_tqdm=True)
-    assert [each[0] for each in found] == pytest.approx([each[0] for each in expected], abs=1e-4)
-    assert [each[1] for each in found] == [each[1] for each in expected]
+    assert [pair[0] for pair in found] == pytest.approx([pair[0] for pair in expected], abs=1e-4)
+    assert [pair[1] for pair in found] == [pair[1] for pair in expected]
 
 
 @pytest.mark.parametrize("name", ["full", "own", "h2o", "snapkv", "quest"])

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: it chats, shows the cache, asks nobody else, and fits desktop and phone."""
+"""The page in headless Chromium: it chats, shows the cache, contacts no other host, and fits desktop and phone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from browser import open_browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-SAID = "[...document.querySelectorAll('.assistant')].map(each => each.textContent)"
+ANSWERS = "[...document.querySelectorAll('.assistant')].map(message => message.textContent)"
 
 
 def wait(page: Any, expression: str, seconds: float = 60) -> None:
@@ -40,12 +40,12 @@ def test_the_page_chats_and_shows_what_the_cache_holds(served: Any, tmp_path: Pa
             type_and_send(page, "line 3 <b>é")
             wait(page, "document.querySelectorAll('#heads .row').length === 4")  # while it streams
             wait(page, "document.getElementById('send').disabled === false")
-            assert len(page.evaluate(SAID)) == 1 and page.evaluate(SAID)[0]
+            assert len(page.evaluate(ANSWERS)) == 1 and page.evaluate(ANSWERS)[0]
             seen = int(page.evaluate("document.getElementById('seen').textContent").replace(",", ""))
             assert seen > 250
             assert float(page.evaluate("document.getElementById('ratio').textContent")) > 1.05
             held = page.evaluate(
-                "[...document.querySelectorAll('#heads .row')].map(each => +each.children[2].textContent)"
+                "[...document.querySelectorAll('#heads .row')].map(row => +row.children[2].textContent)"
             )
             assert sum(held) == int(page.evaluate("document.getElementById('entries').textContent").replace(",", ""))
         for width in (1280, 390):
@@ -64,10 +64,12 @@ def test_the_page_chats_and_shows_what_the_cache_holds(served: Any, tmp_path: Pa
         wait(page, "document.getElementById('send').disabled === false")
         served.wait_until_idle()
         loud = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed", "Log.entryAdded")
-        told = [event for event in page.events if event["method"] in loud]
-        told = [event for event in told if not event["params"].get("canceled")]
-        assert all("400 (Bad Request)" in event["params"].get("entry", {}).get("text", "") for event in told), told
-        asked = {
+        problems = [event for event in page.events if event["method"] in loud]
+        problems = [event for event in problems if not event["params"].get("canceled")]
+        assert all("400 (Bad Request)" in event["params"].get("entry", {}).get("text", "") for event in problems), (
+            problems
+        )
+        urls = {
             event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
         }
-        assert all(url.startswith((served.url, "data:")) for url in asked)
+        assert all(url.startswith((served.url, "data:")) for url in urls)

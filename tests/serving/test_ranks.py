@@ -31,21 +31,16 @@ def test_two_ranks_answer_as_one(folders: Any, tmp_path: Path) -> None:
         assert process.stderr is not None
         url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
         with httpx.Client(base_url=url, timeout=120) as web:
-            asked = {"model": "own", "prompt": prompts, "max_tokens": 9, "temperature": 0}
-            answer = web.post("/v1/completions", json=asked).json()
-            assert [choice["text"] for choice in answer["choices"]] == [each.text for each in expected]
-            drawn = {
-                **asked,
-                "prompt": "line",
-                "temperature": 1.0,
-                "n": 3,
-            }  # without a seed the ranks must agree on one
+            request = {"model": "own", "prompt": prompts, "max_tokens": 9, "temperature": 0}
+            answer = web.post("/v1/completions", json=request).json()
+            assert [choice["text"] for choice in answer["choices"]] == [generation.text for generation in expected]
+            drawn = {**request, "prompt": "line", "temperature": 1.0, "n": 3}  # without a seed the ranks agree on one
             assert web.post("/v1/completions", json=drawn).json()["usage"]["completion_tokens"] == 27
-            assert web.post("/v1/completions", json={**asked, "prompt": ""}).status_code == 400
-            with web.stream("POST", "/v1/completions", json={**asked, "stream": True, "max_tokens": 300}) as stream:
+            assert web.post("/v1/completions", json={**request, "prompt": ""}).status_code == 400
+            with web.stream("POST", "/v1/completions", json={**request, "stream": True, "max_tokens": 300}) as stream:
                 next(stream.iter_lines())  # and goes away
-            again = web.post("/v1/completions", json=asked).json()
-            assert [choice["text"] for choice in again["choices"]] == [each.text for each in expected]
+            again = web.post("/v1/completions", json=request).json()
+            assert [choice["text"] for choice in again["choices"]] == [generation.text for generation in expected]
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:

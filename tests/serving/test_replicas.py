@@ -26,27 +26,28 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
 from prometheus_client import CollectorRegistry, Counter, Histogram  # noqa: E402
 
-from dmc.serving.metrics import written  # noqa: E402
-from dmc.serving.ray_app import conversation_of  # noqa: E402
+from dmc.serving.metrics import text_format  # noqa: E402
+from dmc.serving.ray_app import session_id  # noqa: E402
+from dmc.serving.requests import ChatRequest, CompletionRequest, DetokenizeRequest  # noqa: E402
 
 STREAMS = 12
-NUM_CPUS = 4
-"""One more than three replicas take."""
+NUM_CPUS = 3
+"""One more than two replicas take."""
 
 
 def replicas_of(process: subprocess.Popen) -> list[psutil.Process]:
     found = []
-    for each in psutil.Process(process.pid).children(recursive=True):
+    for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if (each.cmdline() or [""])[0].startswith(("ray::SERVE_REPLICA", "ray::ServeReplica")):
-                found.append(each)
+            if (child.cmdline() or [""])[0].startswith(("ray::SERVE_REPLICA", "ray::ServeReplica")):
+                found.append(child)
         except psutil.NoSuchProcess:
             continue
     return found
 
 
 @pytest.fixture(scope="module")
-def three(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, str]]:
+def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, str]]:
     folder = tmp_path_factory.mktemp("cluster")
     stock = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
     own = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
@@ -55,7 +56,6 @@ def three(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
         text_tokenizer.save_pretrained(folder / name)
     models = f"models={{own: {folder}/own, full: {folder}/full}}"
     command = [sys.executable, str(SCRIPTS / "serve.py"), models, "port=0", "memory=20000000", "replicas=2"]
-    command += ["autoscaling.max_replicas=3", "+autoscaling.initial_replicas=3", "+autoscaling.downscale_delay_s=8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": NUM_CPUS})
     environment.pop("RAY_ADDRESS", None)
@@ -63,81 +63,46 @@ def three(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     timer = threading.Timer(600, process.kill)
     timer.start()
     try:
-        said = []
+        output = []
         for line in process.stderr or ():
-            said.append(line)
+            output.append(line)
             if found := re.search(r"http://127\.0\.0\.1:\d+$", line):
                 break
         else:
-            raise AssertionError("".join(said))
+            raise AssertionError("".join(output))
         threading.Thread(target=lambda: [print(line, end="") for line in process.stderr or ()], daemon=True).start()
         yield process, found[0]
     finally:
         timer.cancel()
-        every = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
-        for each in every:
-            if each.is_running():
-                each.kill()
-
-
-def num_replicas(url: str) -> int:
-    return httpx.get(f"{url}/health", timeout=30).json().get("replicas", 0)
-
-
-def test_scaling_down_breaks_no_stream_off(three: Any) -> None:
-    url, ends, is_over = three[1], [], threading.Event()
-    asked = {"model": "own", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
-
-    def ask(index: int) -> None:
-        while not is_over.is_set():
-            answer = httpx.post(f"{url}/v1/completions", json={**asked, "prompt": f"{index} line"}, timeout=60)
-            ends.append(answer.text.split("\n\n")[-2])
-
-    assert num_replicas(url) == 3
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(STREAMS)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 60
-    while num_replicas(url) > 2:
-        assert time.monotonic() < end
-        time.sleep(0.2)
-    is_over.set()
-    for thread in threads:
-        thread.join(60)
-    assert len(ends) >= STREAMS and {*ends} == {"data: [DONE]"}
-
-
-@pytest.fixture(scope="module")
-def cluster(three: Any) -> tuple[subprocess.Popen, str]:
-    """Two replicas are left when the third has had nothing to do."""
-    while num_replicas(three[1]) > 2:
-        time.sleep(0.2)
-    return three
+        for child in children:
+            if child.is_running():
+                child.kill()
 
 
 def counted(url: str, name: str) -> dict[str, float]:
     """Read a metric of each replica."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    found = [re.fullmatch(rf'{re.escape(name)},replica="(\w+)"}} (\S+)', line) for line in lines]
-    return {each[1]: float(each[2]) for each in found if each}
+    matches = [re.fullmatch(rf'{re.escape(name)},replica="(\w+)"}} (\S+)', line) for line in lines]
+    return {match[1]: float(match[2]) for match in matches if match}
 
 
 def test_two_replicas_answer_as_one_engine(cluster: Any, text_tokenizer: Any) -> None:
     model = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
     prompts = [f"line {index} <b>" for index in range(8)]
     expected = Engine(model, text_tokenizer).generate(prompts, SamplingParams(max_new_tokens=9, temperature=0))
-    ray_mode = {each.environ().get("RAY_AUTH_MODE") for each in replicas_of(cluster[0])}
+    ray_mode = {replica.environ().get("RAY_AUTH_MODE") for replica in replicas_of(cluster[0])}
     assert ray_mode == {"token"}, "whoever reaches one of Ray's ports could run code"
     with httpx.Client(base_url=cluster[1], timeout=60) as web:
         assert web.get("/health").json() == {"status": "ok", "replicas": 2}
-        assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "full"]
+        assert [model["id"] for model in web.get("/v1/models").json()["data"]] == ["own", "full"]
         before = sum(counted(cluster[1], 'dmc_generated_tokens_total{model="own"').values())
-        asked = {"model": "own", "max_tokens": 9, "temperature": 0}
+        request = {"model": "own", "max_tokens": 9, "temperature": 0}
         for prompt, generation in zip(prompts, expected, strict=True):
-            answer = web.post("/v1/completions", json={**asked, "prompt": prompt})
+            answer = web.post("/v1/completions", json={**request, "prompt": prompt})
             assert answer.json()["choices"][0]["text"] == generation.text
-        wrong = web.post("/v1/completions", json={**asked, "prompt": "x", "nonsense": 1})
+        wrong = web.post("/v1/completions", json={**request, "prompt": "x", "nonsense": 1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (422, "nonsense")
         assert web.get("/v1/nothing").status_code == 404
         assert "text/html" in web.get("/").headers["content-type"]
@@ -149,19 +114,19 @@ def test_a_conversation_comes_back_to_the_replica_that_holds_it(cluster: Any) ->
         for index in range(6):  # at random each of them would be found with a probability of one half
             prompt, messages = f"{index}" * 200, [{"role": "user", "content": f"{index}{index + 1}" * 100}]
             for turn in range(2):
-                asked = {"model": "full", "max_tokens": 4, "temperature": 0}
-                answer = web.post("/v1/completions", json={**asked, "prompt": prompt}).json()
-                said = web.post("/v1/chat/completions", json={**asked, "messages": messages}).json()
-                for each in (answer, said):
-                    assert (each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
+                request = {"model": "full", "max_tokens": 4, "temperature": 0}
+                answer = web.post("/v1/completions", json={**request, "prompt": prompt}).json()
+                chat = web.post("/v1/chat/completions", json={**request, "messages": messages}).json()
+                for response in (answer, chat):
+                    assert (response["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == (turn > 0)
                 prompt += answer["choices"][0]["text"] + "and"
-                messages += [said["choices"][0]["message"], {"role": "user", "content": "and"}]
+                messages += [chat["choices"][0]["message"], {"role": "user", "content": "and"}]
 
 
 def test_a_client_that_goes_away_takes_its_request_off(cluster: Any) -> None:
-    asked = {"model": "full", "prompt": "line", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    request = {"model": "full", "prompt": "line", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=cluster[1], timeout=60) as web:
-        with web.stream("POST", "/v1/completions", json=asked) as answer:
+        with web.stream("POST", "/v1/completions", json=request) as answer:
             next(answer.iter_lines())
         end = time.monotonic() + 30
         while sum(counted(cluster[1], 'dmc_requests_total{finish_reason="abort",model="full"').values()) != 1:
@@ -169,12 +134,12 @@ def test_a_client_that_goes_away_takes_its_request_off(cluster: Any) -> None:
             time.sleep(0.2)
 
 
-def test_a_second_server_on_the_cluster_tells_why_it_cannot_start_and_leaves_the_first_alone(
+def test_a_second_server_on_the_cluster_that_cannot_start_says_why_and_leaves_the_first_alone(
     cluster: Any, tmp_path: Path
 ) -> None:
     process, url = cluster
-    arguments = [each for child in psutil.Process(process.pid).children(recursive=True) for each in child.cmdline()]
-    address = next(each.partition("=")[2] for each in arguments if each.startswith("--gcs-address="))
+    arguments = [word for child in psutil.Process(process.pid).children(recursive=True) for word in child.cmdline()]
+    address = next(word.partition("=")[2] for word in arguments if word.startswith("--gcs-address="))
     environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1"}
     environment |= {name: value for name, value in replicas_of(process)[0].environ().items() if "RAY_AUTH" in name}
     command = [sys.executable, str(SCRIPTS / "serve.py"), f"model={tmp_path}/nowhere", "port=0", "memory=9000000"]
@@ -187,11 +152,11 @@ def test_a_second_server_on_the_cluster_tells_why_it_cannot_start_and_leaves_the
 
 def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) -> None:
     process, url = cluster
-    asked = {"model": "own", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    request = {"model": "own", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     begun, ends = threading.Barrier(STREAMS + 1), {}
 
     def stream(index: int) -> None:
-        body = {**asked, "prompt": f"{index} line <b>", "stream": True}
+        body = {**request, "prompt": f"{index} line <b>", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
@@ -199,7 +164,7 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
             ends[index] = [*lines][-1]
 
     def ask(index: int) -> None:
-        ends[index] = httpx.post(f"{url}/v1/completions", json={**asked, "prompt": f"{index} line <b>"}, timeout=120)
+        ends[index] = httpx.post(f"{url}/v1/completions", json={**request, "prompt": f"{index} line <b>"}, timeout=120)
 
     threads = [threading.Thread(target=stream, args=(index,)) for index in range(STREAMS)]
     threads += [threading.Thread(target=ask, args=(index,)) for index in range(STREAMS, 2 * STREAMS)]
@@ -213,15 +178,15 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
     for thread in threads:
         thread.join(120)
     streams = [ends[index] for index in range(STREAMS)]
-    lost = [json.loads(each.removeprefix("data: "))["error"] for each in streams if each != "data: [DONE]"]
+    lost = [json.loads(line.removeprefix("data: "))["error"] for line in streams if line != "data: [DONE]"]
     assert 0 < len(lost) < STREAMS
-    assert {each["code"] for each in lost} == {"replica_lost"}
+    assert {error["code"] for error in lost} == {"replica_lost"}
     answers = [ends[index] for index in range(STREAMS, 2 * STREAMS)]
-    assert {each.status_code for each in answers} == {200, 503}
-    for each in answers:
-        if each.status_code == 503:
-            assert each.headers["retry-after"] == "1" and each.json()["error"]["code"] == "replica_lost"
-    assert httpx.post(f"{url}/v1/completions", json={**asked, "prompt": "x", "max_tokens": 3}, timeout=60).is_success
+    assert {answer.status_code for answer in answers} == {200, 503}
+    for answer in answers:
+        if answer.status_code == 503:
+            assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "replica_lost"
+    assert httpx.post(f"{url}/v1/completions", json={**request, "prompt": "x", "max_tokens": 3}, timeout=60).is_success
     after = counted(url, 'dmc_generated_tokens_total{model="own"')
     (stayed,) = before.keys() & after.keys()
     assert after[stayed] > before[stayed]
@@ -229,26 +194,26 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
         assert time.monotonic() - begin < 180
         time.sleep(0.2)
     print(f"a killed replica was replaced after {time.monotonic() - begin:.1f} s")
-    assert killed.pid not in [each.pid for each in replicas_of(process)]
+    assert killed.pid not in [replica.pid for replica in replicas_of(process)]
 
 
-def test_no_replica_at_all_is_told(cluster: Any) -> None:
+def test_without_replicas_every_route_answers_503(cluster: Any) -> None:
     process, url = cluster
-    for each in replicas_of(process):
-        each.kill()
+    for replica in replicas_of(process):
+        replica.kill()
     for route in ("health", "metrics"):
         answer = httpx.get(f"{url}/{route}", timeout=30)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["code"] == "engine_stopped"
 
 
-def test_it_ends_when_told(cluster: Any) -> None:
+def test_a_signal_ends_every_process(cluster: Any) -> None:
     process, _ = cluster
-    every = psutil.Process(process.pid).children(recursive=True)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     process.wait(90)
-    psutil.wait_procs(every, timeout=30)
-    assert not [each for each in every if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(children, timeout=30)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(
@@ -259,34 +224,33 @@ def test_it_ends_when_told(cluster: Any) -> None:
         ("+autoscaling.max_replica=3", "unknown setting autoscaling.max_replica"),
     ],
 )
-def test_wrong_scaling_is_told_in_one_line(folders: Any, setting: str, message: str, monkeypatch: Any) -> None:
+def test_wrong_scaling_ends_in_one_line(folders: Any, setting: str, message: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     error = run_script("serve.py", f"model={folders.stock}", "port=0", "replicas=2", setting)
     assert message in error and error.startswith("error: ") and "\n" not in error
 
 
 def test_a_conversation_is_known_by_its_users_first_words() -> None:
-    def conversation(*said: str) -> str:
+    def conversation(*texts: str) -> str:
         roles = ("system", "user", "assistant", "user")
-        messages = [{"role": role, "content": each} for role, each in zip(roles, said, strict=False)]
-        return conversation_of(json.dumps({"model": "m", "messages": messages}).encode())
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        return session_id(ChatRequest(model="m", messages=messages))
 
     first = conversation("rules", "a")
     assert first == conversation("rules", "a", "b", "c") != conversation("rules", "b", "b", "c")
-    long = conversation_of(json.dumps({"prompt": [1] * 200}).encode())
-    assert long == conversation_of(json.dumps({"prompt": [1] * 200 + [2]}).encode()) != ""
-    for body in (b"", b"[]", b"{", b"\xff", b'{"prompt": 3}', b'{"messages": {"a": 1}}', b"[" * 100000):
-        assert conversation_of(body) == ""
+    long = session_id(CompletionRequest(model="m", prompt=[1] * 200))
+    assert long == session_id(CompletionRequest(model="m", prompt=[1] * 200 + [2]))
+    assert session_id(DetokenizeRequest(tokens=[1])) == ""
 
 
-def test_counts_of_processes_stand_side_by_side() -> None:
+def test_metrics_of_replicas_are_labeled() -> None:
     def count(number: int) -> Any:
         registry = CollectorRegistry()
         Counter("a", "Some.", ["model"], registry=registry).labels("m n").inc(number)
         Histogram("b", "More.", registry=registry, buckets=(1, 2)).observe(number)
         return registry.collect()
 
-    lines = written({"x": count(1), "y": count(2)}).decode().splitlines()
+    lines = text_format({"x": count(1), "y": count(2)}).decode().splitlines()
     assert lines.count("# TYPE a_total counter") == 1
     at = lines.index('a_total{model="m n",replica="x"} 1.0')
     assert lines[at + 1] == 'a_total{model="m n",replica="y"} 2.0'

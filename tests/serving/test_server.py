@@ -22,19 +22,19 @@ from dmc.serving.server import serve
 
 REFUSED = [
     ("", "nothing to serve: give model=DIR, or models="),
-    ("policy=h2o budget=4", "policy= and budget= are those of model=DIR"),
+    ("policy=h2o budget=4", "policy= and budget= belong to model=DIR"),
     ("model={stock} policy=h2o", "needs a budget"),
     ("model={stock} budget=4", "budget=4 needs a policy"),
     (
         "model={stock} host=0.0.0.0",
-        "host=0.0.0.0: others can reach it, and anybody could use it; give api_key_file=",
+        "host=0.0.0.0 is reachable from other machines, and anybody could use it; give api_key_file=",
     ),
-    ("model={stock} host=::", "others can reach it"),
-    ("model={stock} host=example.org", "others can reach it"),
+    ("model={stock} host=::", "reachable from other machines"),
+    ("model={stock} host=example.org", "reachable from other machines"),
     ("model={stock} port=70000", "port=70000: expected less than or equal to 65535"),
     ("model={stock} port=-1", "port=-1: expected greater than or equal to 0"),
     ("model={stock} api_key_file=nowhere", "nowhere"),
-    ("model={stock} api_key_file={empty}", "has no key: write one a line"),
+    ("model={stock} api_key_file={empty}", "has no key: write one per line"),
     ("models={{a: {{path: {stock}, polcy: h2o}}}}", "unknown setting models.a.polcy"),
     ("models={{a: {{path: {stock}, policy: h3o, budget: 4}}}}", "h3o"),
     ("model={compressed} policy=h2o budget=4", "decide token by token"),
@@ -47,7 +47,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_served_is_told_in_one_line(folders: Any, tmp_path: Path) -> None:
+def test_a_wrong_command_ends_in_one_line(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n \n")
     places: dict[str, Any] = {"stock": folders.stock, "compressed": folders.compressed, "empty": tmp_path / "empty"}
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -66,7 +66,7 @@ def test_a_name_is_the_end_of_its_path() -> None:
     assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("192.168.0.1")
 
 
-def test_names_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_share_the_free_memory(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmc.runtime.pool_size.free_bytes", lambda device: 2**24)
 
     def num_blocks(count: int, **settings: Any) -> list[int]:
@@ -80,7 +80,7 @@ def test_names_share_what_is_free(folders: Any, monkeypatch: pytest.MonkeyPatch)
         assert num_blocks(2, **settings) == [pytest.approx(alone / 2, rel=0.1)] * 2
 
 
-def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
+def test_a_signal_at_the_start_ends_the_server(folders: Any) -> None:
     config = read_config({"model": str(folders.stock), "models": None, "port": 0, "memory": 2**22})
     before, ports = signal.getsignal(signal.SIGTERM), []
     try:
@@ -94,14 +94,14 @@ def test_a_server_that_is_told_to_end_as_it_begins_ends(folders: Any) -> None:
         httpx.get(f"http://127.0.0.1:{ports[0]}/health")
 
 
-def test_what_outlives_the_grace_period_is_broken_off(folders: Any, capfd: Any) -> None:
+def test_streams_end_with_the_grace_period(folders: Any, capfd: Any) -> None:
     models = {"own": str(folders.compressed)}
     config = read_config({"models": models, "port": 0, "memory": 2**22, "grace_seconds": 0})
-    handlers, lines = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}, []
+    handlers, lines = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}, []
 
     def ask(port: int) -> None:
-        asked = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60) as answer:
+        request = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=request, timeout=60) as answer:
             try:
                 for line in answer.iter_lines():
                     if not lines:
@@ -119,14 +119,14 @@ def test_what_outlives_the_grace_period_is_broken_off(folders: Any, capfd: Any) 
     try:
         serve(config, SCRIPTS.parent / "configs" / "policy", started)
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     threads[0].join(20)
     assert lines[-1] == "broken off" and "data: [DONE]" not in lines
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -> None:
+def test_a_server_finishes_running_requests_and_exits(folders: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     models = f"models={{own: {folders.compressed}, h2o: {{path: {folders.stock}, policy: h2o, budget: 4}}}}"
@@ -134,23 +134,23 @@ def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    said: list[str] = []
+    output: list[str] = []
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            said.append(line)
+            output.append(line)
             if found := re.search(r"^own, h2o: (http://127\.0\.0\.1:\d+)$", line):
                 break
         else:
-            raise AssertionError("".join(said))
-        threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
+            raise AssertionError("".join(output))
+        threading.Thread(target=lambda: output.extend(process.stderr), daemon=True).start()
         with httpx.Client(base_url=found[1], headers={"Authorization": "Bearer secret"}, timeout=60) as web:
             assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "h2o"]
             for name in ("own", "h2o"):
-                asked = {"model": name, "prompt": "a secret prompt", "max_tokens": 3}
-                assert web.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 3
-            asked = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
-            with web.stream("POST", "/v1/completions", json=asked) as answer:
+                request = {"model": name, "prompt": "a secret prompt", "max_tokens": 3}
+                assert web.post("/v1/completions", json=request).json()["usage"]["completion_tokens"] == 3
+            request = {"model": "own", "prompt": "line", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            with web.stream("POST", "/v1/completions", json=request) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 process.send_signal(signal.SIGTERM)
@@ -163,4 +163,4 @@ def test_a_server_ends_what_runs_and_then_itself(folders: Any, tmp_path: Path) -
             httpx.get(f"{found[1]}/health")
     finally:
         process.kill()
-    assert "secret" not in "".join(said)
+    assert "secret" not in "".join(output)
