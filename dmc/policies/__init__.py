@@ -6,7 +6,6 @@ eviction.py         methods that score entries and evict some, and their executi
 scores.py           pooling of scores; budgets.py and merging.py: shares of layers and heads, fate of evicted entries
 reading.py          methods that hold everything and read a part: omnikv.py, quest.py, infllm.py
 placement.py        entries of such a method on the device, or in the host's memory
-from_config.py      a policy from its settings
 """
 
 from dmc.policies.adakv import AdaKV
