@@ -43,7 +43,7 @@ class TokenLogprob(NamedTuple):
 class Update(NamedTuple):
     """New text and tokens of a choice."""
 
-    index: int
+    choice: int
     text: str
     tokens: list[TokenLogprob]
     finish_reason: str | None
@@ -117,8 +117,8 @@ class Answer:
             text, tokens = self._echo(job)
             best = self._generations[job.index]
             for generation in (best, *best.alternatives):
-                top_logprobs = generation.top_logprobs or itertools.repeat({})
-                new = map(TokenLogprob, generation.token_ids, generation.logprobs, top_logprobs)
+                top: Any = generation.top_logprobs or itertools.repeat({})
+                new = map(TokenLogprob, generation.token_ids, generation.logprobs, top)
                 full_text = text + (generation.text or "")
                 updates.append(Update(len(updates), full_text, [*tokens, *new], generation.finish_reason))
         return self._write(updates, self._usage())
@@ -135,7 +135,7 @@ class Answer:
 
     def _choice(self, update: Update) -> dict[str, Any]:
         logprobs = None if self._request.num_logprobs is None else self._logprobs(update)
-        choice = {"index": update.index, "finish_reason": update.finish_reason, "logprobs": logprobs}
+        choice = {"index": update.choice, "finish_reason": update.finish_reason, "logprobs": logprobs}
         if not self._is_chat:
             return choice | {"text": update.text}
         is_first = not self._request.stream or not (update.tokens or update.finish_reason)
@@ -185,9 +185,9 @@ class Answer:
         if self._is_chat:
             content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
             return {"content": content, "refusal": None}
-        start = self._text_lengths.get(update.index, 0)
+        start = self._text_lengths.get(update.choice, 0)
         offsets = [*itertools.accumulate((len(token["token"]) for token in tokens), initial=start)]
-        self._text_lengths[update.index] = offsets[-1]
+        self._text_lengths[update.choice] = offsets[-1]
         top_logprobs: list[Any] = []
         for token, top in zip(tokens, tops, strict=True):
             if token["logprob"] is None:
