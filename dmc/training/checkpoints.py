@@ -63,7 +63,6 @@ CLASSES_OF_METADATA = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
 }
-WRITE_FAILURES = (OSError, RuntimeError, CheckpointException)
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -369,11 +368,13 @@ def as_write_error(target: Path, kept: str) -> Iterator[None]:
 
     Raises:
         OSError: there was one.
+        RuntimeError: it was one, as where another rank is gone: a job restarts after these.
     """
     try:
         yield
-    except WRITE_FAILURES as error:
-        raise OSError(
+    except (OSError, RuntimeError, CheckpointException) as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else OSError
+        raise kind(
             f"{target} could not be written ({reason_of(error)}): {kept} stays; mend this and start the same command "
             "again"
         ) from error

@@ -107,23 +107,6 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     assert_same_run(killed, whole)
 
 
-@pytest.mark.slow
-def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus, tmp_path):
-    two_ranks["data"]["streaming"] = True
-    two_ranks["training"] |= {"stages": {"retrofit": {"length": "25 steps"}}, "checkpoint_every_steps": 1000}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    log = tmp_path / "ranks.log"
-    train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
-    values = dict(two_ranks, output_dir=str(stopped))
-    with Ranks(values, 2, log) as ranks:
-        wait_until(lambda: logged_parts(stopped) and 5 in logged_parts(stopped)[-1], ranks)
-        ranks.send(signal.SIGUSR1, 1)
-        assert ranks.join() == [EXIT_PREEMPTED, EXIT_PREEMPTED], log.read_text()[-4000:]
-    train_ranks(values, 2, log)
-    assert 0 < starts(stopped)[1] < 25
-    assert_same_run(stopped, whole)
-
-
 @pytest.mark.parametrize("prepared", [False, True], ids=["at the start", "prepared"])
 def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepared(
     two_ranks, corpus, tmp_path, prepared
