@@ -239,7 +239,7 @@ def read_header(folder: Path) -> Header:
 
 
 def check_fits(folder: Path, model: Any) -> Header:
-    """Return the header of a checkpoint after checking that it fits a model whose weights are whole.
+    """Return the header of a checkpoint after checking that it fits a model of which this rank has all weights.
 
     Raises:
         FileNotFoundError, ValueError: see `read_header`; or a weight is missing, unexpected, or of another shape.
@@ -271,7 +271,7 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read whole tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU.
+    """Read full tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU.
 
     Raises:
         ValueError: the checkpoint is damaged.
