@@ -49,24 +49,21 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def locked(file: Path, wait: bool = False) -> Iterator[None]:
+def locked(file: Path, timeout: float = 0) -> Iterator[None]:
     """Hold a lock against other processes; it falls with its process.
 
     Args:
         file: the lock's file, in an existing folder; it stays when the lock is released.
-        wait: wait until the lock is free.
+        timeout: seconds to wait for it; negative: until it is free, after a minute with a warning.
     Raises:
-        BlockingIOError: another process holds it; the message names the file.
+        BlockingIOError: another process holds it still; the message names the file.
     """
     lock = FileLock(file)
     try:
-        lock.acquire(timeout=WAIT_BEFORE_WARNING if wait else 0)
+        lock.acquire(timeout=WAIT_BEFORE_WARNING if timeout < 0 else timeout)
     except Timeout:
-        held = (
-            f"another process holds {file} (if none runs, a killed one left it where the file system has no locks: "
-            "remove it)"
-        )
-        if not wait:
+        held = f"another process holds {file} (if none runs, a killed one or a dead node left it: remove it)"
+        if timeout >= 0:
             raise BlockingIOError(held) from None
         logger.warning("%s: waiting for it", held)
         lock.acquire()

@@ -85,7 +85,8 @@ class Ranks:
             function: called on the first rank.
             store: key-value store between the ranks; None: torch.distributed's.
         Raises:
-            OSError: the function failed; the first rank raises its error instead.
+            RuntimeError: the function failed with one, as of a GPU; the first rank raises its error instead.
+            OSError: it failed otherwise.
         """
         if self.size == 1:
             return function()
@@ -95,12 +96,16 @@ class Ranks:
                 time.sleep(_POLL_SECONDS)
             if failure := store.get(name).decode():
                 store.add(f"{name} failed", 1)
-                raise OSError(f"{name} failed on the first rank: {failure}")
+                kind, message = failure.split(" ", 1)
+                kinds = {"RuntimeError": RuntimeError, "OSError": OSError}  # a job restarts after the first alone
+                raise kinds[kind](f"{name} failed on the first rank: {message}")
             return
         try:
             function()
         except BaseException as error:
-            store.set(name, f"{type(error).__name__}: {error}")
+            is_input = isinstance(error, NotImplementedError) or not isinstance(error, (RuntimeError, MemoryError))
+            kind = "OSError" if is_input else "RuntimeError"
+            store.set(name, f"{kind} {type(error).__name__}: {error}")
             deadline = time.monotonic() + _FAILURE_SECONDS
             while store.add(f"{name} failed", 0) < self.size - 1 and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)

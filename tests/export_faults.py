@@ -1,4 +1,4 @@
-"""Faults of single ranks while a divided model is exported, each called with the rank before its process trains."""
+"""Faults of single ranks, most of them while a divided model is exported; called with the rank before it trains."""
 
 import os
 import resource
@@ -59,3 +59,12 @@ def fail_to_describe(rank):
     import dmc.training.export
 
     dmc.training.export.describe = refuse
+
+
+def see_an_old_checkpoint(rank):
+    """Let the second rank see the checkpoints of a moment ago, as another node may through its file system's cache."""
+    import dmc.training.run
+    from dmc.training.checkpoints import saved_checkpoints
+
+    if rank == 1:
+        dmc.training.run.find_checkpoint = lambda folder, *_: saved_checkpoints(folder)[1]

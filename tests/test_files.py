@@ -174,12 +174,12 @@ def test_a_lock_is_refused_by_name_until_its_process_is_killed(tmp_path):
     process = context.Process(target=hold, args=(file, ready))
     process.start()
     assert ready.wait(60)
-    with pytest.raises(BlockingIOError, match=f"another process holds {file} .*has no locks: remove it"), locked(file):
+    with pytest.raises(BlockingIOError, match=f"another process holds {file} .*: remove it"), locked(file):
         raise AssertionError
     process.kill()
     process.join()
-    for wait in (False, True):
-        with locked(file, wait):
+    for timeout in (0, -1):
+        with locked(file, timeout):
             pass
 
 
@@ -191,5 +191,5 @@ def test_a_start_that_waits_for_a_lock_says_for_which_and_gets_it(tmp_path, monk
     process.start()
     assert ready.wait(60)
     monkeypatch.setattr("dmc.files.logger.warning", lambda *_: process.kill())
-    with locked(file, wait=True):
+    with locked(file, timeout=-1):
         process.join()

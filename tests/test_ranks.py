@@ -16,7 +16,7 @@ def act_and_wait(act):
         try:
             Ranks(rank, 2).run_on_first("export", lambda: act(events), store)
             events.append(f"{rank} goes on")
-        except OSError as error:
+        except (OSError, RuntimeError, ValueError) as error:
             events.append(f"{rank} {type(error).__name__}: {error}")
 
     second = threading.Thread(target=wait, args=(1,))
@@ -31,12 +31,17 @@ def test_others_wait_until_the_first_rank_is_done():
     assert events[0] == "written" and sorted(events[1:]) == ["0 goes on", "1 goes on"]
 
 
-def test_what_fails_on_the_first_rank_ends_all():
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [(OSError, "OSError"), (ValueError, "OSError"), (NotImplementedError, "OSError"), (RuntimeError, "RuntimeError")],
+)
+def test_what_fails_on_the_first_rank_ends_all_with_an_error_of_its_kind(error, others):
     def fail(_):
-        raise OSError("no space left on device")
+        raise error("no space left on device")
 
-    failed = "1 OSError: export failed on the first rank: OSError: no space left on device"
-    assert sorted(act_and_wait(fail)) == ["0 OSError: no space left on device", failed]
+    said = f"{error.__name__}: no space left on device"
+    expected = [f"0 {said}", f"1 {others}: export failed on the first rank: {said}"]
+    assert sorted(act_and_wait(fail)) == expected
 
 
 def test_a_process_alone_acts():

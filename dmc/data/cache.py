@@ -124,7 +124,7 @@ class _Cache:
         if not self.folder.is_dir():
             self._require_text()
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.folder.with_name(f".{self.folder.name}.lock"), wait=True):
+            with locked(self.folder.with_name(f".{self.folder.name}.lock"), timeout=-1):
                 if not self.folder.is_dir():
                     self._build(tokenize_num_proc)
         return TokenTable(partial(_open_folder, self.folder))

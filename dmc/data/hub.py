@@ -47,7 +47,7 @@ def once(file: Path, make: Callable[[], str], holds: Callable[[str], bool] = lam
     wait_for_first(is_made)
     if not is_made():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file.with_name(f".{file.name}.lock"), wait=True):  # machines may share the folder
+        with locked(file.with_name(f".{file.name}.lock"), timeout=-1):  # machines may share the folder
             if not is_made():
                 partial = file.with_name(f".{file.name}")
                 partial.write_text(make())

@@ -150,7 +150,7 @@ def train_tokenizer(
     source = f"{vocab_size} {sources}"
     if sources is not None:
         wait_for_first(lambda: known.is_file() and known.read_text() == source)
-    with locked(folder.with_name(f".{folder.name}.lock"), wait=True):
+    with locked(folder.with_name(f".{folder.name}.lock"), timeout=-1):
         try:
             refuse_occupied(folder, overwrite=True)
         except FileExistsError as error:

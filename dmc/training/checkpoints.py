@@ -63,7 +63,6 @@ CLASSES_OF_METADATA = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
 }
-WRITE_FAILURES = (OSError, RuntimeError, CheckpointException)
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -240,7 +239,7 @@ def read_header(folder: Path) -> Header:
 
 
 def check_fits(folder: Path, model: Any) -> Header:
-    """Return the header of a checkpoint after checking that it fits a model whose weights are whole.
+    """Return the header of a checkpoint after checking that it fits a model of which this rank has all weights.
 
     Raises:
         FileNotFoundError, ValueError: see `read_header`; or a weight is missing, unexpected, or of another shape.
@@ -272,7 +271,7 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Read whole tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU.
+    """Read full tensors whose names begin with a prefix, by the rest of their names, in their shapes, on the CPU.
 
     Raises:
         ValueError: the checkpoint is damaged.
@@ -369,11 +368,13 @@ def as_write_error(target: Path, kept: str) -> Iterator[None]:
 
     Raises:
         OSError: there was one.
+        RuntimeError: it was one, as where another rank is gone: a job restarts after these.
     """
     try:
         yield
-    except WRITE_FAILURES as error:
-        raise OSError(
+    except (OSError, RuntimeError, CheckpointException) as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else OSError
+        raise kind(
             f"{target} could not be written ({reason_of(error)}): {kept} stays; mend this and start the same command "
             "again"
         ) from error

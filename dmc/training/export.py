@@ -301,6 +301,7 @@ def export_parts(
 
     Raises:
         OSError: a rank failed, on all ranks; nothing is replaced.
+        RuntimeError: another rank is gone, or the folder holds other weights; nothing is replaced.
     """
     writers = strategy.writers
     with ExitStack() as stack:  # rank 0's alone holds the folder

@@ -25,7 +25,7 @@ WANDB_ID = Path("wandb") / "run_id"
 def open_loggers(config: RunConfig) -> Iterator[list[Logger]]:
     """Make the loggers of a run; at the end wandb is finished, so that a next run in this process gets its own."""
     loggers = [instantiate(settings, f"logger.{name}", Logger) for name, settings in config.logger.items()]
-    if not any(isinstance(each, CSVLogger) for each in loggers):
+    if not any(isinstance(logger, CSVLogger) for logger in loggers):
         loggers.insert(0, CSVLogger(config.output_dir, name="logs"))
     failed = True
     try:

@@ -274,5 +274,4 @@ class RetrofitModule(LightningModule):
         ]
         # Fused: it takes `found_inf`, see `OptimizerStep`. The learning rate is set at each step.
         rate, betas, eps = training.learning_rate, training.betas, training.adam_eps
-        rate, betas, eps = training.learning_rate, training.betas, training.adam_eps
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)

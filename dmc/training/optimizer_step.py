@@ -147,9 +147,9 @@ class OptimizerStep:
         }
         self.latest = metrics | unread.settings
         if (unread.step + 1) % self.training.log_every_steps == 0:
-            for each in trainer.loggers:
-                each.log_metrics(self.latest, step=unread.step)
-                each.save()  # a kill loses no line
+            for run_logger in trainer.loggers:
+                run_logger.log_metrics(self.latest, step=unread.step)
+                run_logger.save()  # a kill loses no line
 
     def _count(
         self, unread: Figures, is_skipped: bool, figures: dict[str, float], losses: list[float], rank: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -46,6 +47,10 @@ from dmc.training.strategies.devices import devices_per_node
 from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests
 
 LOCK_NAME = ".lock"
+RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that are above 0 in a start that Slurm or torchrun has restarted."""
+LOCK_SECONDS = 120.0
+"""How long such a start waits for the lock: a file server keeps that of a node that died for a while."""
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +102,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
             made = [place for place in (folder, *folder.parents) if not place.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                stack.enter_context(locked(folder / LOCK_NAME))
+                is_restart = any(int(os.environ.get(name, 0)) > 0 for name in RESTART_COUNTS)
+                stack.enter_context(locked(folder / LOCK_NAME, LOCK_SECONDS if is_restart else 0))
             except BlockingIOError as error:
                 raise BlockingIOError(
                     f"{folder} is being trained: {error}. Wait until that start ends, or stop it, and the same command "
@@ -208,8 +214,8 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     if is_rank_zero():
         record_run(run.folder, config, text)
         record_start(run.folder, step)
-    for each in loggers:
-        each.log_hyperparams(dataclasses.asdict(config))
+    for run_logger in loggers:
+        run_logger.log_hyperparams(dataclasses.asdict(config))
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if trainer.global_step != plan.total_steps:
         raise ValueError(

@@ -209,3 +209,19 @@ def test_a_shard_of_chats_without_an_answer_is_refused(
     source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
     with pytest.raises(ValueError, match="of the role 'assistant'"):
         next(iter(StreamLoader([source], tokenizer, 4, num_stream_shards=2, batch_size=2, num_draws=4)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_in_mid_step_is_that_of_the_step_before(num_workers: int, make_loader: Any) -> None:
+    """A step of 6 samples is 3 batches, all read before the first of them is used; its signal comes in between."""
+    expected = samples_of(make_loader())
+    loader = make_loader(draws_per_step=6, num_workers=num_workers)
+    batches = iter(loader)
+    for num_done in (0, 6, 12):
+        samples_of(itertools.islice(batches, 3))
+        state = copy.deepcopy(loader.state_dict(num_done))
+        assert state["num_drawn"] == num_done
+        assert loader.state_dict() == loader.state_dict(num_done + 6) != state
+        resumed = make_loader(draws_per_step=6)
+        resumed.load_state_dict(state)
+        assert samples_of(resumed) == {position: expected[position] for position in range(num_done, NUM_DRAWS)}

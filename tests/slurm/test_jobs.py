@@ -123,7 +123,8 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     assert sorted(path.name for path in (folder / "ranks").iterdir()) == [
         f"{job}-0.log", f"{job}-1.log", f"{job}-srun.log",
     ]  # fmt: skip
-    assert f"told to stop: step {saved} is saved" in (folder / "ranks" / f"{job}-0.log").read_text()
+    said = (folder / "ranks" / f"{job}-0.log").read_text()
+    assert f"stopped by a signal after step {saved} of {steps}, which is saved in {folder}" in said
     assert logged_losses(folder) == logged_losses(whole)
     assert sorted(logged_losses(folder)) == list(range(steps))
 
@@ -315,7 +316,7 @@ def smoke(slurm, settings, make_stock, tmp_path):
     texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
     train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
     run = [
-        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
+        "experiment=qwen3_8b_dms8", "base=pretrained", f"model.path={model}", "data=text_files",
         *[each for each in settings if "text.name" in each],
         f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
         "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",

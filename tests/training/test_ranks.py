@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_faults import fail_to_describe
+from export_faults import fail_to_describe, see_an_old_checkpoint
 from launching import (
     Processes,
     Ranks,
@@ -107,23 +107,6 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     assert_same_run(killed, whole)
 
 
-@pytest.mark.slow
-def test_two_ranks_of_a_stream_go_on_where_each_of_them_stood(two_ranks, corpus, tmp_path):
-    two_ranks["data"]["streaming"] = True
-    two_ranks["training"] |= {"stages": {"retrofit": {"length": "25 steps"}}, "checkpoint_every_steps": 1000}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    log = tmp_path / "ranks.log"
-    train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
-    values = dict(two_ranks, output_dir=str(stopped))
-    with Ranks(values, 2, log) as ranks:
-        wait_until(lambda: logged_parts(stopped) and 5 in logged_parts(stopped)[-1], ranks)
-        ranks.send(signal.SIGUSR1, 1)
-        assert ranks.join() == [EXIT_PREEMPTED, EXIT_PREEMPTED], log.read_text()[-4000:]
-    train_ranks(values, 2, log)
-    assert 0 < starts(stopped)[1] < 25
-    assert_same_run(stopped, whole)
-
-
 @pytest.mark.parametrize("prepared", [False, True], ids=["at the start", "prepared"])
 def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepared(
     two_ranks, corpus, tmp_path, prepared
@@ -151,14 +134,20 @@ def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepare
     assert (hub / "attempts_0").exists() != prepared
 
 
-def test_rank_zero_alone_writes(two_ranks, tmp_path):
-    train_ranks(two_ranks, 2, tmp_path / "ranks.log")
+def test_rank_zero_alone_writes_and_says_which_checkpoint_the_others_go_on_from(two_ranks, tmp_path):
+    train_ranks(two_ranks, 2, log := tmp_path / "ranks.log")
     folder = Path(two_ranks["output_dir"])
     assert len(starts(folder)) == len(logged_parts(folder)) == 1
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [step_name(7), step_name(8)]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
+        ".lock", "checkpoints", "final", "heatmaps", "logs", "packages.txt", "run.json", "starts.jsonl",
     ]  # fmt: skip
+    expected = load_model(folder / "final").state_dict()
+    (folder / "final").rename(tmp_path / "before")
+    with Ranks(two_ranks, 2, log, see_an_old_checkpoint) as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-4000:]
+    assert starts(folder) == [0, 8]
+    assert all(torch.equal(value, expected[name]) for name, value in load_model(folder / "final").state_dict().items())
 
 
 def test_the_others_hear_why_rank_zero_could_not_export(two_ranks, tmp_path):

@@ -1,7 +1,9 @@
 """Runs that are stopped and go on with other micro-batches or devices: every step consumes what it would have."""
 
+import fcntl
 import os
 import shutil
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.checkpoints import TRAINER_STATE, read_tensors, saved_checkpoints, step_name
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
-from dmc.training.run import train
+from dmc.training.run import LOCK_NAME, RESTART_COUNTS, _alone_in, train
 
 STEPS, BATCH = 7, 8
 WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in range(STEPS)]
@@ -190,3 +192,18 @@ def test_second_start_of_a_run_that_is_being_trained_is_refused_and_touches_noth
     monkeypatch.setattr(RetrofitModule, "training_step", training_step)
     train(config)
     assert starts
+
+
+@pytest.mark.parametrize("count", RESTART_COUNTS)
+def test_a_restarted_run_waits_for_the_lock_that_a_dead_node_has_left(tmp_path, monkeypatch, count):
+    monkeypatch.setenv(count, "1")
+    with (tmp_path / LOCK_NAME).open("w") as left:
+        fcntl.flock(left, fcntl.LOCK_EX)
+        with monkeypatch.context() as patch:
+            patch.setattr("dmc.training.run.LOCK_SECONDS", 0.01)
+            with pytest.raises(BlockingIOError, match="a dead node left it: remove it"), _alone_in(tmp_path):
+                raise AssertionError
+        timer = threading.Timer(0.5, left.close)
+        timer.start()
+        with _alone_in(tmp_path):
+            assert left.closed

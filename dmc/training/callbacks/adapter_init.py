@@ -80,7 +80,7 @@ def measure_head_sensitivity(
     """Measure the increase in loss when one head merges (or drops) every token it can and all others none.
 
     Args:
-        model: its layers whole on this rank.
+        model: this rank has all of its layers.
         batches: see `score_text`.
         title: title of a progress bar; None: no bar.
         sharing: ranks that divide the batches; all of them call this, with the same result.
@@ -122,9 +122,9 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
 def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: RegressionInitConfig) -> None:
     """Fit the adapters to a second pass over the text, each rank some layers, for the sums of all are large."""
     model, ranks = module.model, Ranks.world()
-    own = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
+    layers = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
     with trainer.precision_plugin.forward_context():
-        fitted = fit_scores(model, batches, settings.ridge, own, None if ranks.rank else "second pass")
+        fitted = fit_scores(model, batches, settings.ridge, layers, None if ranks.rank else "second pass")
     found = {index: fit for part in ranks.all_gather_object(fitted) for index, fit in part.items()}
     for adapter, rows in zip(model.adapters(), decision_rows([found[index] for index in sorted(found)]), strict=True):
         rows[:, -1] += model.compression.decision_offset
@@ -153,8 +153,8 @@ def decision_rows(fits: Sequence[ScoreFit]) -> list[Tensor]:
     mean = torch.stack([fit.mean for fit in fits]).mean()
     deviation = (torch.stack([fit.square for fit in fits]).mean() - mean**2).sqrt()
     rows = [-fit.rows / deviation for fit in fits]
-    for each in rows:
-        each[:, -1] += mean / deviation
+    for row in rows:
+        row[:, -1] += mean / deviation
     return rows
 
 
@@ -171,7 +171,7 @@ def fit_scores(
     A layer takes 8 (hidden + 1)^2 bytes on the model's device.
 
     Args:
-        model: its layers whole on this rank.
+        model: this rank has all of its layers.
         batches: see `score_text`; of each sequence the first half is read, twice.
         ridge: penalty on squared weights, in units of the inputs' mean square.
         layers: indices of the layers to fit.
@@ -192,8 +192,8 @@ def fit_scores(
         inputs = torch.nn.functional.pad(states[:, 1:half], (0, 1), value=1.0).flatten(0, 1).double()
         wanted = scores[..., 1:].clamp_min(SMALLEST_SCORE).log().transpose(1, 2).flatten(0, 1).double()  # [n, H]
         new = inputs.T @ inputs, inputs.T @ wanted
-        for total, each in zip(sums.setdefault(index, tuple(map(torch.zeros_like, new))), new, strict=True):
-            total += each
+        for total, part in zip(sums.setdefault(index, tuple(map(torch.zeros_like, new))), new, strict=True):
+            total += part
 
     hooks = []
     for index in layers:
@@ -209,12 +209,12 @@ def fit_scores(
     finally:
         for hook in hooks:
             hook.remove()
-    return {index: _solve(each, ridge) for index, each in sums.items()}
+    return {index: _solve(total, ridge) for index, total in sums.items()}
 
 
 def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
     """Solve the normal equations, without a penalty on the constant."""
-    inputs, wanted = (each.cpu() for each in sums)
+    inputs, wanted = (total.cpu() for total in sums)
     count = inputs[-1, -1]
     penalty = torch.full((len(inputs),), ridge * float(inputs.diagonal()[:-1].mean()), dtype=torch.float64)
     penalty[-1] = 0
@@ -237,8 +237,8 @@ def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Ten
     Returns:
         Float32 [B, H, T].
     """
-    query, key, value = (each.float() for each in attention.project(states))
-    query, key = (rotate(each, *(table.float() for table in rotary)) for each in (query, key))
+    query, key, value = (part.float() for part in attention.project(states))
+    query, key = (rotate(part, *(table.float() for table in rotary)) for part in (query, key))
     kv_heads, length = key.shape[1], states.shape[1]
     half, dim = length // 2, key.shape[-1]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H, group, 2 T, D]

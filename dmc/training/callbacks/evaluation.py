@@ -30,7 +30,7 @@ class AnswerScore:
     """Scores of a model on questions with one right answer."""
 
     exact_match: float
-    """Share of the questions whose whole answer greedy decoding would give."""
+    """Share of the questions whose answer greedy decoding would give in full."""
     loss: float
     """Cross-entropy of the right answer, nats per token: the mean over questions."""
 
@@ -107,8 +107,8 @@ class Evaluation(AfterStep):
     def __init__(self, tasks: Mapping[str, Any], every_steps: int = 1000, ratios: Collection[float] = ()) -> None:
         self.settings = EvaluationConfig(dict(tasks), every_steps, [*ratios])
         self.tasks: dict[str, Any] = {}
-        for name, each in self.settings.tasks.items():
-            self.tasks[name] = instantiate(each, f"tasks.{name}")
+        for name, settings in self.settings.tasks.items():
+            self.tasks[name] = instantiate(settings, f"tasks.{name}")
             if not isinstance(self.tasks[name], Asking):
                 raise ValueError(f"tasks.{name} has no right answers: take needle, passkey, key_value or recall")
         self._samples: dict[str, list[Sample]] = {}
@@ -134,7 +134,7 @@ class Evaluation(AfterStep):
                 samples = dataclasses.replace(task, **changes).samples(text.tokenizer, len(text.tokenizer))
             except ValueError as error:
                 raise ValueError(f"callbacks.evaluation.tasks.{task_name}: {error}") from error
-            if any(isinstance(each, Turns) for each in samples):
+            if any(isinstance(sample, Turns) for sample in samples):
                 raise ValueError(
                     f"callbacks.evaluation.tasks.{task_name} is a conversation, which needs the model's own replies"
                 )

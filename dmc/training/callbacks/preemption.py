@@ -1,4 +1,4 @@
-"""Preemption of runs: save the last whole step on all ranks, requeue the Slurm job, stop."""
+"""Preemption of runs: save the last full step on all ranks, requeue the Slurm job, stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PreemptedError(Exception):
 class Preemption(Callback):
     """Saves and stops after the micro-batch in which any rank got a signal; requeues the job on `REQUEUE_SIGNALS`.
 
-    The checkpoint is of the last whole step, the present state of weights, optimizer and data: the gradients of an
+    The checkpoint is of the last full step, the present state of weights, optimizer and data: the gradients of an
     unfinished step are dropped, and the next start repeats it. The handlers only record the signal: a rank that saved
     from inside one would wait for ranks in mid-step. As a context around the run it also keeps `REQUEUE_SIGNALS` from
     killing the process before the first step.

@@ -29,7 +29,7 @@ def read_length(length: str) -> tuple[float, str]:
     """Read a stage's length as a number and its unit.
 
     Raises:
-        ValueError: it is none, or not of whole steps.
+        ValueError: it is none, or not of full steps.
     """
     match = LENGTH.fullmatch(length)
     number = float(match[1]) * THOUSANDS[match[2]] if match else 0.0
@@ -48,7 +48,7 @@ class StageConfig:
     """One stage of a run."""
 
     length: Annotated[str, AfterValidator(_check_length)]
-    """A number and its unit: `250 steps`; `8B tokens`, rounded to whole steps; or tokens for each +1 of target CR,
+    """A number and its unit: `250 steps`; `8B tokens`, rounded to full steps; or tokens for each +1 of target CR,
     `24B tokens_per_ratio`: CR 4 has 72B tokens."""
     learning_rate: Rate | None = None
     """Learning rate of the stage; None: the run's."""
@@ -82,8 +82,8 @@ class StageConfig:
         if unit == "tokens_per_ratio":
             steps = number * (target_ratio - 1) / tokens_per_step
         else:
-            whole = number if unit == "steps" else max(1, round(number / tokens_per_step))
-            steps = whole if self.ramp_to is None else whole * (target_ratio - 1) / (self.ramp_to - 1)
+            count = number if unit == "steps" else max(1, round(number / tokens_per_step))
+            steps = count if self.ramp_to is None else count * (target_ratio - 1) / (self.ramp_to - 1)
         return max(1, math.ceil(round(steps, 6)))
 
 
@@ -196,7 +196,7 @@ class TrainingConfig:
     sensitivity_init: SensitivityInitConfig | None = None
     """Initialize adapters by the cost of compressing each head; None: by zero."""
     regression_init: RegressionInitConfig | None = None
-    """Initialize adapters by a fit; without stages that is the whole run."""
+    """Initialize adapters by a fit; without stages that is all of the run."""
     gates_only: StrictBool = False
     """Train the gates alone, adapters or the borrowed neuron's rows of W_q and W_k, and freeze the rest."""
     delays: list[NonNegative] = field(default_factory=list)

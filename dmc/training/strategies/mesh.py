@@ -43,7 +43,7 @@ from dmc.training.strategies.parallelism import Parallelism, no_states
 MESH_NAMES = ("replicate", "shard", "tensor")
 TIME, HEADS = 1, 2
 """Dimensions of hidden states, [B, T, hidden], and of projected queries and keys, [B, T, H, D]."""
-WHOLE = StateDictOptions(full_state_dict=True)
+FULL = StateDictOptions(full_state_dict=True)
 
 
 class MeshStrategy(Parallelism, ModelParallelStrategy):
@@ -125,7 +125,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         model.set_is_last_backward(True)
 
     def parallelize(self, model: Any, path: str) -> None:
-        """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's own part.
+        """See `Parallelism`: cut the heads, shard each decoder layer, then the rest, and read each rank's part.
 
         Raises:
             ValueError: heads or neurons cannot be divided evenly.
@@ -163,7 +163,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         for name in sorted(merged):
             parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
             weight = stored[name][:].to(self.root_device, parameter.dtype)
-            _set_whole(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+            _set_full(parameter, merge_rows(weight, parameter.shape[0], head_dim))
         for name, part in model.named_modules():
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()
@@ -172,9 +172,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         """See `Parallelism`."""
         if not isinstance(parameter, DTensor):
             return super().set_rows(parameter, rows, values)
-        whole = parameter.full_tensor().detach()
-        whole[rows] = torch.as_tensor(values).to(whole)
-        _set_whole(parameter, whole)
+        full = parameter.full_tensor().detach()
+        full[rows] = torch.as_tensor(values).to(full)
+        _set_full(parameter, full)
 
     def tensors(self) -> dict[str, Any]:
         """See `Parallelism`."""
@@ -188,16 +188,17 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
     def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
         """See `Parallelism`."""
         for optimizer in self.optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                optimizer.state[parameter] = no_states(parameter.detach())
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter] = no_states(parameter.detach())
         read(self.tensors())
 
 
-def _set_whole(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set a sharded parameter to a value that every rank has whole."""
+def _set_full(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set a sharded parameter to a value that every rank has."""
     holder = nn.Module()
     holder.weight = parameter
-    set_model_state_dict(holder, {"weight": value}, options=WHOLE)
+    set_model_state_dict(holder, {"weight": value}, options=FULL)
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
@@ -205,7 +206,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
 
     Between attention and MLP, in norms and residuals, each rank has its part of the tokens (sequence parallelism).
     """
-    tokens, whole = Shard(TIME), Replicate()
+    tokens, replicated = Shard(TIME), Replicate()
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=tokens),
@@ -216,9 +217,9 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         "input_layernorm": norm,
         "post_attention_layernorm": norm,
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": replicated}
         ),
-        "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole),
+        "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=replicated),
     }
     is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     for pattern, name in model.config.base_model_tp_plan.items():

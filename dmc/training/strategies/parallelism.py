@@ -46,7 +46,7 @@ class Parallelism:
     clips_in_optimizer = False
     """Whether gradients are clipped, and those that are not finite discarded, inside the optimizer's step."""
     holds_parts = False
-    """Whether no rank ever holds the whole model."""
+    """Whether no rank ever holds all of the model."""
     root_device: Any
     """Device of this rank, set by Lightning."""
     lightning_module: Any
@@ -73,9 +73,9 @@ class Parallelism:
     def load(self, path: str, is_teacher: bool = False) -> Any:
         """Load the run's model, or one to learn from; without weights until it is divided where ranks hold parts."""
         settings = self.run_config.model
-        # DeepSpeed's engine holds one model only: a teacher is whole on each rank.
-        whole = not self.holds_parts or (is_teacher and self.run_config.trainer.uses_deepspeed)
-        read = load_model if whole else empty_model
+        # DeepSpeed's engine holds one model only: each rank has all of a teacher.
+        reads_all = not self.holds_parts or (is_teacher and self.run_config.trainer.uses_deepspeed)
+        read = load_model if reads_all else empty_model
         model = read(path, dtype=getattr(torch, settings.dtype), revision=self.revision_of(path))
         return model if is_teacher or not settings.merge_kv_heads else merge_kv_heads(model, settings.merge_kv_heads)
 
@@ -89,7 +89,7 @@ class Parallelism:
             model.to(self.root_device)
 
     def revision_of(self, path: str) -> str | None:
-        """Hub revision of a model: the run's own where it is the model that the run starts from."""
+        """Hub revision of a model: the run's where it is the model that the run starts from."""
         return self.run_config.model.revision if path == self.run_config.model.path else None
 
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
@@ -101,7 +101,7 @@ class Parallelism:
         return gradient_norm(module)
 
     def training_step(self, *arguments: Any) -> None:
-        """Take a whole optimizer step: its forward passes enter autocast and the wrapped model by themselves."""
+        """Take an optimizer step: its forward passes enter autocast and the wrapped model by themselves."""
         self.lightning_module.training_step(*arguments)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -144,12 +144,15 @@ class Parallelism:
         self.saver.save(Path(filepath), header, write, self.writers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any strategy and number of ranks.
+        """Read a checkpoint of any strategy and number of ranks, all of them that which the first rank has found.
+
+        Nodes that share a folder may see what was renamed in it at other times.
 
         Raises:
             ValueError: it is damaged; on all ranks.
         """
-        folder, group = Path(checkpoint_path).absolute(), self.writers.group
+        folder = Path(self.writers.all_gather_object(str(Path(checkpoint_path).absolute()))[0])
+        group = self.writers.group
         planner = distributed_checkpoint.DefaultLoadPlanner(allow_partial_load=True)
         options: dict[str, Any] = {"planner": planner, "process_group": group, "no_dist": group is None}
 
@@ -187,10 +190,10 @@ def gradient_norm(module: nn.Module) -> Tensor:
         if parameter.grad is not None:
             by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
     norms = [get_total_norm(gradients) for gradients in by_mesh.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    if not whole:
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not full:
         return torch.zeros((), device=next(module.parameters()).device)
-    return torch.linalg.vector_norm(torch.stack(whole).float())
+    return torch.linalg.vector_norm(torch.stack(full).float())
 
 
 def keep_rows(parameter: nn.Parameter, rows: slice) -> None:

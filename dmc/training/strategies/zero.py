@@ -113,7 +113,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
 
     def weights(self, model: Any) -> dict[str, Any]:
         """See `Parallelism`: rows of the optimizer's float32 weights, not of the copies of bf16-mixed."""
-        return {name: self._own_rows(safe_get_full_fp32_param(each)) for name, each in weights_of(model).items()}
+        return {name: self._local_rows(safe_get_full_fp32_param(weight)) for name, weight in weights_of(model).items()}
 
     def init_deepspeed(self) -> None:
         """Make the engine; RoPE's frequencies stay float32 whatever DeepSpeed casts."""
@@ -144,8 +144,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         tensors = {f"{WEIGHTS}{name}": rows for name, rows in self.weights(model).items()}
         for name, parameter in weights_of(model).items():
             for key in MOMENTS if states else ():
-                whole = safe_get_full_optimizer_state(parameter, key)
-                tensors[f"{OPTIMIZER}{name}.{key}"] = self._own_rows(whole)
+                tensors[f"{OPTIMIZER}{name}.{key}"] = self._local_rows(safe_get_full_optimizer_state(parameter, key))
             tensors |= {f"{OPTIMIZER}{name}.step": state["step"].to("cpu", copy=True) for state in states[:1]}
         return tensors
 
@@ -157,9 +156,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         read(tensors)
         names = weights_of(self.lightning_module.model)
         for name, parameter in names.items():
-            self.set_rows(parameter, slice(None), _whole(tensors[f"{WEIGHTS}{name}"]))
+            self.set_rows(parameter, slice(None), _full_tensor(tensors[f"{WEIGHTS}{name}"]))
             for key in MOMENTS:
-                self._set_master(parameter, _whole(tensors[f"{OPTIMIZER}{name}.{key}"]), key)
+                self._set_master(parameter, _full_tensor(tensors[f"{OPTIMIZER}{name}.{key}"]), key)
         for state in self._states():
             state["step"].copy_(max(tensors[f"{OPTIMIZER}{name}.step"] for name in names))
 
@@ -179,32 +178,32 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         groups = FLAT_WEIGHTS[name]
         return getattr(self._zero, name), None if groups is None else getattr(self._zero, groups)
 
-    def _own_rows(self, whole: Tensor) -> Tensor:
+    def _local_rows(self, full: Tensor) -> Tensor:
         """Keep this rank's rows of a tensor in CPU memory, as a DTensor; a single rank keeps all of it."""
         ranks = self.writers
         if ranks.size == 1:
-            return whole.to("cpu", copy=True)
-        parts = whole.chunk(ranks.size)
-        own = (parts[ranks.rank] if ranks.rank < len(parts) else whole[:0]).to("cpu", copy=True)
+            return full.to("cpu", copy=True)
+        parts = full.chunk(ranks.size)
+        local = (parts[ranks.rank] if ranks.rank < len(parts) else full[:0]).to("cpu", copy=True)
         mesh = DeviceMesh.from_group(ranks.group, "cpu")
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
-    def _set_master(self, parameter: Any, whole: Tensor, key: str | None = None) -> None:
+    def _set_master(self, parameter: Any, full: Tensor, key: str | None = None) -> None:
         """Set this rank's part of the optimizer's float32 weight, or of a state of it."""
-        whole = whole.to(self.root_device, torch.float32)
+        full = full.to(self.root_device, torch.float32)
         if self.zero_stage == 3:  # DeepSpeed itself cuts without the padding
             size = safe_get_local_fp32_param(parameter).numel()
-            whole = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
-            part = whole[size * self.global_rank :][:size]
+            full = nn.functional.pad(full.flatten(), (0, size * self.world_size - full.numel()))
+            part = full[size * self.global_rank :][:size]
             if key is None:
                 safe_set_local_fp32_param(parameter, part)
             else:
                 safe_set_local_optimizer_state(parameter, part, key)
         elif key is None:
-            safe_set_full_fp32_param(parameter, whole)
+            safe_set_full_fp32_param(parameter, full)
         else:
-            safe_set_full_optimizer_state(parameter, whole, key)
+            safe_set_full_optimizer_state(parameter, full, key)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

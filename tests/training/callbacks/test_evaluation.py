@@ -105,8 +105,6 @@ def test_ranks_divide_the_questions_under_every_strategy(evaluated, tmp_path):
         task["lengths"] = [45, *task["lengths"]]  # which no two ranks divide
     expected = train(build_config(RunConfig, evaluated)).folder
     trainers = {
-        "ddp": {},
-        "fsdp2": {},
         "tp": {"strategy": "fsdp2", "tensor_parallel_size": 2},
         "contexts": {"strategy": "ddp", "context_parallel_size": 2},
         "deepspeed_zero3": {},

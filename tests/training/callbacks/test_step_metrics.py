@@ -21,12 +21,12 @@ SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "dee
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
-def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, tmp_path, strategy):
+def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, corpus, tmp_path, strategy):
     run_values["training"] |= {"calibrate": False, "validate_every_steps": 1000}
     found = []
     for size in (1, 4):
         run_values["training"]["micro_batch_size"] = size
-        run_values["output_dir"] = str(tmp_path / str(size))
+        run_values["output_dir"] = str(corpus / f"micro-batches of {size}")  # once for all strategies
         found.append(figures(train(build_config(RunConfig, run_values)).folder))
     run_values["training"]["micro_batch_size"] = 1
     run_values["trainer"] |= {"devices": 2, "strategy": strategy}
