@@ -77,10 +77,10 @@ class Compiled:
             used, shared = resources_of(binary.asm["cubin"]), binary.metadata.shared
             held = programs_per_multiprocessor(self._capability, used["REG"], 32 * num_warps, shared)
             in_flight = [int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", binary.asm["ptx"])]
-            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
             found = {
                 "kernel": self._kernel.__name__,
-                "8-bit pages": any(each.dtype == torch.int8 for each in tensors),
+                "8-bit pages": any(tensor.dtype == torch.int8 for tensor in tensors),
                 "registers": used["REG"],
                 "stack": used["STACK"],
                 "shared": shared,
@@ -103,7 +103,7 @@ def type_of(name: str, value: Any, constants: dict[str, Any]) -> Any:
     if name in constants or value is None:
         return "constexpr"
     if isinstance(value, tuple):
-        return tuple(type_of("", each, {}) for each in value)
+        return tuple(type_of("", part, {}) for part in value)
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
@@ -179,7 +179,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
     size, numbers = layer.key_pages.shape[:2], (BATCH, KV_HEADS)
     layer.entry_metadata = {"position": torch.empty(size, dtype=torch.int32), "mass": torch.empty(size)}
     one, counts = tokens_of(1, 0, dtype, head_dim)[0], torch.empty(numbers, dtype=torch.int64)
-    written = {name: torch.empty(numbers, dtype=each.dtype) for name, each in layer.entry_metadata.items()}
+    written = {name: torch.empty(numbers, dtype=entry.dtype) for name, entry in layer.entry_metadata.items()}
     evict_one.write_metadata(layer, one, written)
     positions, mass = evict_one.read_metadata(layer, rows, ["position", "mass"], LENGTH)
     evict_one.add_attention(layer, rows, torch.empty(BATCH, GROUP * KV_HEADS, LENGTH), {"mass": 1}, LENGTH)

@@ -101,7 +101,7 @@ def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[s
         return lambda: backend.prefill_attention(query, *pages, new, seen, scaling)
 
     at_once, delayed = CompressionConfig(), CompressionConfig(delay=16)
-    dense = [each.unflatten(0, (batch, length)).transpose(1, 2).contiguous() for each in (query, key, value)]
+    dense = [states.unflatten(0, (batch, length)).transpose(1, 2).contiguous() for states in (query, key, value)]
     return {
         "causal SDPA": lambda: sdpa(*dense, is_causal=True, enable_gqa=True),
         f"attention, merge, CR {options.ratio:g}": attend(at_once),

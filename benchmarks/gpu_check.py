@@ -149,7 +149,7 @@ def check_parity(place: Place) -> Rows:
         log_keep = torch.nn.functional.logsigmoid(torch.randn(1, heads, length, device=place.device))
         results = []
         for attend in (masked_attention, attention_by_definition):
-            leaves = [each.clone().requires_grad_() for each in (*states, log_keep)]
+            leaves = [tensor.clone().requires_grad_() for tensor in (*states, log_keep)]
             out = attend(*leaves, dim**-0.5)
             results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)])
         worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
@@ -314,7 +314,7 @@ def run_part(name: str, part: Part, folder: Path) -> list[dict[str, Any]]:
         _run_once(part, folder / f"{name}.blocking.log", {"CUDA_LAUNCH_BLOCKING": "1"})
         outcome += f"; again with blocking launches: {name}.blocking.log"
     found.append(row("this part", seconds, "s", outcome, holds=code == 0))
-    return [{"part": name, **each} for each in found]
+    return [{"part": name, **line} for line in found]
 
 
 def _run_once(part: Part, log: Path, changes: dict[str, str]) -> tuple[list[dict[str, Any]], int, str, float]:
@@ -358,11 +358,11 @@ def run_parts(parts: Mapping[str, Part], folder: Path) -> list[dict[str, Any]]:
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Write rows as a Markdown table."""
     lines = ["| part | measured | value | | holds |", "|---|---|---|---|---|"]
-    for each in rows:
-        holds = {True: "yes", False: "**no**", None: ""}[each["holds"]]
-        beside = each["beside"].replace("|", "/")
+    for line in rows:
+        holds = {True: "yes", False: "**no**", None: ""}[line["holds"]]
+        beside = line["beside"].replace("|", "/")
         lines.append(
-            f"| {each['part']} | {each['measured']} | {each['value']:.4g} {each['unit']} | {beside} | {holds} |"
+            f"| {line['part']} | {line['measured']} | {line['value']:.4g} {line['unit']} | {beside} | {holds} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -394,7 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = run_parts(parts, Path(options.output))
     print(table_of(rows), end="")
-    return int(any(each["holds"] is False for each in rows))
+    return int(any(line["holds"] is False for line in rows))
 
 
 if __name__ == "__main__":

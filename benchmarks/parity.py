@@ -65,12 +65,12 @@ def decoded(engine: Engine, prompts: list[list[int]], continuations: list[list[i
     """Feed prompts and then the continuations, token by token; the log-probabilities of all steps, [n, vocab]."""
     teachers = [Teacher(*pair) for pair in zip(prompts, continuations, strict=True)]
     params = [
-        SamplingParams(max_new_tokens=len(each.tokens), temperature=0, ignore_eos=True, logits_processor=each)
-        for each in teachers
+        SamplingParams(max_new_tokens=len(teacher.tokens), temperature=0, ignore_eos=True, logits_processor=teacher)
+        for teacher in teachers
     ]
     for generation, teacher in zip(engine.generate(prompts, params), teachers, strict=True):
         assert generation.token_ids == teacher.tokens, generation.finish_reason
-    return torch.cat([torch.cat(each.kept) for each in teachers])
+    return torch.cat([torch.cat(teacher.kept) for teacher in teachers])
 
 
 class CountedKernel:
@@ -159,11 +159,11 @@ def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
     kernels = "triton" if place.has_triton else "cpu"
     ways += [(f"{kernels}, {name}", gates, kernels, *options) for name, (gates, *options) in SETTINGS.items()]
     expected: dict[str, Tensor] = {}
-    for name, gates, kernels, both, own in ways:
+    for name, gates, kernels, both, engine_options in ways:
         options = {"prefill_chunk_size": place.size(256, 16), "block_size": 256 if kernels == "flash" else 16, **both}
         title = f"{name}, {str(dtype).removeprefix('torch.')}"
         try:
-            engine = Engine(models[gates], kernels=kernels, **{**options, **own})
+            engine = Engine(models[gates], kernels=kernels, **{**options, **engine_options})
         except (ValueError, ImportError) as error:
             yield row(title, 0, "", f"does not serve this: {error}"[:120])
             continue

@@ -25,7 +25,7 @@ from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = next(each / "configs" for each in (PACKAGE, PACKAGE.parent) if (each / "configs" / "policy").is_dir())
+CONFIGS = next(path / "configs" for path in (PACKAGE, PACKAGE.parent) if (path / "configs" / "policy").is_dir())
 """All settings: in the package where it is installed, beside it in a checkout."""
 
 
@@ -68,7 +68,7 @@ class FolderLM(EngineLM):
         for option, value in options.items():
             group, _, name = option.partition(".")
             if group not in groups or not name:
-                known = [*signature(FolderLM).parameters, *(f"engine.{each.name}" for each in fields(EngineSettings))]
+                known = [*signature(FolderLM).parameters, *(f"engine.{field.name}" for field in fields(EngineSettings))]
                 raise ValueError(f"model_args: {option!r} is unknown; {suggest(option, known)}")
             groups[group][name] = value
         entry = {"name": policy, "like": policy} if isinstance(policy, str) else policy

@@ -46,7 +46,7 @@ def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, fol
         models[name] = train(config).final
     print(f"[4/4] measure the exported models, after {time.perf_counter() - start:.0f} s", flush=True)
     grid = replace(grid_of(models, retrofit, folder), overwrite=not was_trained)
-    table = compare(grid, configs, load_with_tokenizer, only_own=True)
+    table = compare(grid, configs, load_with_tokenizer, only_this_grid=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", "Quickstart: a tiny Llama, retrofitted")
     sample = _sample(models[RETROFIT])

@@ -65,9 +65,9 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if CONTROL not in self.runs:
             raise ValueError(f"runs={list(self.runs)} has no {CONTROL!r}: every run is compared with it")
-        for each in filter(None, map(bytes_budget, self.budgets)):
-            if share_of(each) is None and each not in self.runs:
-                raise ValueError(f"budgets: bytes:{each}: expected one of the runs {', '.join(self.runs)}")
+        for name in filter(None, map(bytes_budget, self.budgets)):
+            if share_of(name) is None and name not in self.runs:
+                raise ValueError(f"budgets: bytes:{name}: expected one of the runs {', '.join(self.runs)}")
         unknown = sorted({*(self.only or ())} - {*self.runs})
         if unknown:
             raise ValueError(f"only={unknown}: expected some of {', '.join(self.runs)}")
@@ -128,8 +128,8 @@ def plan_runs(config: StudyConfig) -> list[StudyRun]:
 
 def _plan(config: StudyConfig, name: str, seed: int | None, arguments: Sequence[str]) -> StudyRun:
     folder = Path(config.output) / (name if seed is None else f"{name}-s{seed}")
-    own = [f"output_dir={folder}", *([] if seed is None else [f"seed={seed}"])]
-    return StudyRun(name, seed, folder, (*arguments, *config.arguments, *own))
+    output = [f"output_dir={folder}", *([] if seed is None else [f"seed={seed}"])]
+    return StudyRun(name, seed, folder, (*arguments, *config.arguments, *output))
 
 
 def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[StudyRun]:
@@ -185,13 +185,13 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
         models[run.label]["policies"] = None if run.name == CONTROL else [FULL]
     if not models:
         return "no control is finished: there is nothing to compare with"
-    whose = [(budget, bytes_budget(budget)) for budget in config.budgets]
-    budgets = [each for each, name in whose if not name or share_of(name) is not None or name in there]
+    named = [(budget, bytes_budget(budget)) for budget in config.budgets]
+    budgets = [budget for budget, name in named if not name or share_of(name) is not None or name in there]
     grid = CompareConfig(
         models, config.policies, config.tasks, budgets, config.engine, reference=CONTROL,
         overwrite=config.overwrite, output=str(Path(config.output) / "compare"),
     )  # fmt: skip
-    return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_own=True)
+    return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_this_grid=True)
 
 
 def run_study(config: StudyConfig, script: Path, configs: Path) -> str | None:

@@ -33,7 +33,7 @@ from dmc.results.lm_eval_tasks import LMEvalTask
 from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
 from dmc.results.models import ComparedModel, PlannedModel
 from dmc.results.provenance import provenance
-from dmc.results.store import FINISHED, Store, refuse_other_settings
+from dmc.results.store import FINISHED, Store, check_settings, refuse_other_settings
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
@@ -72,7 +72,7 @@ def compare(
     load: Callable[..., tuple[Any, Any]],
     *,
     metrics: Sequence[str] | None = None,
-    only_own: bool = False,
+    only_this_grid: bool = False,
 ) -> str:
     """Measure the unfinished cells of a grid, and write the tables of its folder; a restart continues.
 
@@ -81,7 +81,7 @@ def compare(
         configs: folder of policies, tasks and selections.
         load: returns a model and its tokenizer, called with path, dtype and revision.
         metrics: metrics with tables; None: each task's main one.
-        only_own: whether the tables leave out rows of other grids in the folder.
+        only_this_grid: whether the tables leave out rows of other grids in the folder.
     Returns:
         The tables, and the names of the written files.
     Raises:
@@ -92,7 +92,7 @@ def compare(
     store = Store(folder / "cells.jsonl")
     run_cells(planned, store, lambda model: load(model.path, model.dtype, model.revision))
     keys = {cell.key for cell in planned}
-    table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys if only_own else None)
+    table = write_tables(store, folder, config.reference, metrics=metrics, keys=keys if only_this_grid else None)
     files = ", ".join(str(folder / name) for name in (TABLE, CSV, MEASUREMENTS))
     table = f"\n{table}\n\n{store.path}, {files}"
     if failed := failed_cells([row for row in store.rows() if row["key"] in keys]):
@@ -146,14 +146,20 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
     Args:
         cells: the cells to run.
         store: store with the rows of finished cells; the locks are beside it.
+    Raises:
+        ValueError: another process has measured a cell with other settings meanwhile.
     """
     folder = store.path.parent / LOCKS
     before = {row["key"]: row for row in store.rows()}
 
     def is_measured(cell: Cell) -> bool:
         row = store.row(cell.key)
-        is_new = row is not None and row != before.get(cell.key)
-        return is_new or (row is not None and row["status"] in FINISHED and not cell.config.overwrite)
+        if row is None:
+            return False
+        is_new, is_kept = row != before.get(cell.key), row["status"] in FINISHED and not cell.config.overwrite
+        if is_new or is_kept:
+            check_settings(cell.row, row, store)
+        return is_new or is_kept
 
     waiting, is_reported = list(cells), False
     while waiting:
@@ -185,7 +191,8 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
 def models_of(load: Load) -> Callable[[PlannedModel], LoadedModel]:
     """Return a function from a model of the grid to the loaded one; it keeps only the last.
 
-    A model that cannot be loaded is tried once, and raises the same error for each of its cells.
+    A model that cannot be loaded, or was replaced since the start, is tried once, and raises the same error for each of
+    its cells.
     """
     last: dict[str, LoadedModel | Exception] = {}
 
@@ -195,6 +202,7 @@ def models_of(load: Load) -> Callable[[PlannedModel], LoadedModel]:
             release_memory()
             try:
                 last[model.name] = LoadedModel(*load(model.settings))
+                model.check_unchanged()
             except Exception as error:
                 last[model.name] = error
         found = last[model.name]

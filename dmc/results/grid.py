@@ -152,9 +152,9 @@ class Cell:
         """Fields of its row that are known before it is measured."""
         config, model, method, task, budget = self.config, self.model, self.method, self.task, self.method.budget_name
         ratio = None if method.budget is None else method.budget.ratio
-        options = plain_options(method.build())
-        options.pop("budget", None)
-        settings = {"model": model.row_settings, "policy": options | method.settings, **task.settings}
+        policy = method.settings | plain_options(method.build())
+        policy.pop("budget", None)
+        settings = {"model": model.row_settings, "policy": policy, **task.settings}
         if self.same_bytes_as is not None:
             settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
         # how many samples run at the same time, and in how much memory, changes no result
@@ -299,7 +299,9 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
             "split": split_of_text(task),
             "question": getattr(task, "question", None),
         }
-        found.append(PlannedTask(name, task, {"task": plain_options(task) | settings}, row))
+        options = settings | plain_options(task)
+        options.pop("cache_folder", None)  # changes no result
+        found.append(PlannedTask(name, task, {"task": options}, row))
     if theirs:
         benchmarks = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, known).items()
         found += [PlannedTask(name, task, task.row_settings, task.row(name)) for name, task in benchmarks]
@@ -355,11 +357,13 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
     """
     if not budgets and any(policies.values()):
         raise ValueError("budgets is empty: give budgets=[2,4], compression ratios, or tokens:128")
-    whose = [(budget, bytes_budget(budget)) for budget in budgets]
-    asked = dict.fromkeys((None, name) if name is not None else (parse_budget(budget), None) for budget, name in whose)
+    parsed = [(budget, bytes_budget(budget)) for budget in budgets]
+    unique = dict.fromkeys(
+        (None, name) if name is not None else (parse_budget(budget), None) for budget, name in parsed
+    )
     methods = []
     for name, settings in policies.items():
-        every = [Method(name, settings, *budget) for budget in asked] if settings else [Method(name)]
+        every = [Method(name, settings, *budget) for budget in unique] if settings else [Method(name)]
         for method in every:
             holds_all = isinstance(method.build(), ReadingPolicy)
             if method.bytes_of is None or not holds_all:
@@ -368,11 +372,15 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
 
 
 def plain_options(value: Any) -> dict[str, Any]:
-    """Return all options of a dataclass as JSON content, those by default too; empty for other objects."""
+    """Return all options of a dataclass as JSON content, those by default too; empty for other objects.
+
+    A source of text has a hash of its documents too.
+    """
     names = [option.name for option in fields(value) if option.init] if is_dataclass(value) else []
     options: dict[str, Any] = json.loads(json.dumps({name: getattr(value, name) for name in names}, default=_plain))
     return options
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    return {"_target_": type(value).__qualname__} | plain_options(value)
+    content = {"content": value.digest()[:16]} if isinstance(value, DocumentSource) else {}
+    return {"_target_": type(value).__qualname__} | plain_options(value) | content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from pydantic import StrictBool, StrictInt
 
 from dmc.config.settings import Count, build_config, checked_dataclass
+from dmc.data.sources import files_digest
 from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
 from dmc.runtime import Engine, GenerationStats
@@ -159,8 +161,12 @@ class LMEvalTask:
 
     @property
     def row_settings(self) -> dict[str, Any]:
-        """Return the settings in its rows; saving samples changes no result."""
+        """Return the settings in its rows, with what else defines the task; saving samples changes no result."""
         lm_eval = {name: value for name, value in asdict(self.settings).items() if name != "save_samples"}
+        lm_eval["version"] = importlib.metadata.version("lm-eval")
+        if self.settings.tasks_folder is not None:
+            files = sorted(path for path in Path(self.settings.tasks_folder).rglob("*") if path.is_file())
+            lm_eval["content"] = files_digest([path for path in files if "__pycache__" not in path.parts])[:16]
         return {"task": asdict(self.benchmark), "lm_eval": lm_eval}
 
     def row(self, name: str) -> Row:

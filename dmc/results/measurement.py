@@ -155,7 +155,7 @@ def to_frame(rows: Iterable[Row]) -> pandas.DataFrame:
     shared, of_tasks, places = list[dict[str, Any]](), list[dict[str, Any]](), list[pandas.DataFrame]()
     for number, row in enumerate(rows):
         shared.append(_shared(row))
-        of_tasks += [{"row": number, **line} for line in _whole(row)]
+        of_tasks += [{"row": number, **line} for line in _over_all_samples(row)]
         tables = [value for name, value in row.items() if name.startswith("by_")]
         if heads := row.get("head_ratios"):
             of_heads = {"layer": range(len(heads)), "head": range(len(heads[0])), "samples": 1}
@@ -197,7 +197,7 @@ def _shared(row: Row) -> dict[str, Any]:
     }
 
 
-def _whole(row: Row) -> Iterator[dict[str, Any]]:
+def _over_all_samples(row: Row) -> Iterator[dict[str, Any]]:
     """Yield the measurements of a row over all its samples."""
     main, coordinates = row["main_metric"], row.get("coordinates") or {}
     samples = {main: row.get("sample_values", [])} | (row.get("samples_by_metric") or {})

@@ -12,6 +12,8 @@ from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from dmc.config.settings import build_config, checked_dataclass, suggest
+from dmc.data.sources import file_stamps
+from dmc.results.measurement import digest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 """Types of the files that make a model: weights, configuration, tokenizer and chat template, but no README."""
@@ -47,7 +49,7 @@ class PlannedModel:
     """What that ratio counts, see `CompressionConfig`."""
     num_layers: int
     version: str | None
-    """When its files were last modified, or its commit on the hub."""
+    """When its files were last modified, with a hash of their names, sizes and times, or its commit on the hub."""
 
     @property
     def is_learned(self) -> bool:
@@ -64,6 +66,15 @@ class PlannedModel:
     def variant(self) -> str:
         """Common name of models that differ in their seed."""
         return self.settings.variant or self.name
+
+    def check_unchanged(self) -> None:
+        """Check that its files are those that its rows name.
+
+        Raises:
+            ValueError: they were replaced meanwhile.
+        """
+        if version_of(self.settings) != self.version:
+            raise ValueError(f"models.{self.name}: its files have changed since the start: run the same command again")
 
 
 def plan_model(name: str, value: Any) -> PlannedModel:
@@ -91,12 +102,14 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     gates = values["compression"] if compressed else {"target_ratio": values.get("dms_cr"), "target_counts": "decided"}
     ratio = None if gates["target_ratio"] is None else float(gates["target_ratio"])  # without one: a stock model
     counts = None if ratio is None else gates.get("target_counts", "held")
-    version = _version(folder, model)
-    return PlannedModel(name, model, ratio, counts, values["num_hidden_layers"], version)
+    return PlannedModel(name, model, ratio, counts, values["num_hidden_layers"], version_of(model))
 
 
-def _version(folder: Path, model: ComparedModel) -> str | None:
+def version_of(model: ComparedModel) -> str | None:
+    """Return when the files of a model's folder were last modified, and a hash of all of them; or the hub's commit."""
+    folder = Path(model.path).expanduser()
     if not folder.is_dir():
         return extract_commit_hash(cached_file(model.path, "config.json", revision=model.revision), None)
-    modified = max(path.stat().st_mtime for path in folder.glob("*") if path.suffix in MODEL_FILES)
-    return datetime.fromtimestamp(modified, timezone.utc).isoformat(" ", "seconds")
+    files = sorted(path for path in folder.glob("*") if path.suffix in MODEL_FILES)
+    modified = datetime.fromtimestamp(max(path.stat().st_mtime for path in files), timezone.utc)
+    return f"{modified.isoformat(' ', 'seconds')}, {digest(file_stamps(files, relative_to=folder))[:8]}"

@@ -292,10 +292,10 @@ def _lost(rows: pandas.DataFrame) -> Estimate:
     return difference(rows[["value"]], rows[["value_of_full"]], higher_is_better=bool(rows["higher_is_better"].iloc[0]))
 
 
-def _difference(rows: pandas.DataFrame, own: str, other: str) -> Estimate:
+def _difference(rows: pandas.DataFrame, column: str, other: str) -> Estimate:
     """Estimate how much worse the samples of one column are than those of another, over seeds."""
     first = rows.iloc[0]
-    return difference([*rows[own]], [*rows[other]], first["contexts"], bool(first["higher_is_better"]))
+    return difference([*rows[column]], [*rows[other]], first["contexts"], bool(first["higher_is_better"]))
 
 
 def asked_of(row: Any) -> str:

@@ -176,18 +176,24 @@ def refuse_other_settings(rows: Iterable[Row], store: Store) -> None:
     """
     finished = {row["key"]: row for row in store.rows() if row["status"] in FINISHED}
     for row in rows:
-        if (other := finished.get(row["key"])) is None:
-            continue
-        asked, found = (flattened(json.loads(json.dumps(known.get("settings") or {}))) for known in (row, other))
-        for name in dict.fromkeys([*asked, *found]):
-            if name not in asked or name not in found or asked[name] != found[name]:
-                now, before = (
-                    text_of(settings[name]) if name in settings else "not set" for settings in (asked, found)
-                )
-                raise ValueError(
-                    f"{store.path} has {row['key']} with {name}={before}, not {now}: give overwrite=true to measure it "
-                    "again, or another output"
-                )
+        if row["key"] in finished:
+            check_settings(row, finished[row["key"]], store)
+
+
+def check_settings(row: Row, other: Row, store: Store) -> None:
+    """Check that a row of a store has the same settings as another row of its key.
+
+    Raises:
+        ValueError: it was measured with other settings.
+    """
+    asked, found = (flattened(json.loads(json.dumps(known.get("settings") or {}))) for known in (row, other))
+    for name in dict.fromkeys([*asked, *found]):
+        if name not in asked or name not in found or asked[name] != found[name]:
+            now, before = (text_of(settings[name]) if name in settings else "not set" for settings in (asked, found))
+            raise ValueError(
+                f"{store.path} has {row['key']} with {name}={before}, not {now}: give overwrite=true to measure it "
+                "again, or another output"
+            )
 
 
 def replace_file(path: Path, content: bytes) -> None:

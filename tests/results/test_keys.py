@@ -10,6 +10,7 @@ import pytest
 from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, run_grid, write_report, write_rows
 
 from dmc.commands.study import StudyConfig, StudyRun, evaluate_runs
+from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import run_cells
 from dmc.results.grid import plan_grid
 from dmc.results.report import read_folders
@@ -78,6 +79,12 @@ def test_a_finished_cell_with_other_settings_is_refused_by_the_setting_that_diff
     ):
         with pytest.raises(ValueError, match=f"^{store.path} has .*{told}: give overwrite=true .* another output$"):
             run_cells(plan(**changes), store, load_nothing)
+    tokenizer = tmp_path / "stock" / "tokenizer_config.json"
+    times = tokenizer.stat()
+    os.utime(tokenizer, (1e9, 1e9))  # replaced by an older one
+    with pytest.raises(ValueError, match=r"base/full/needle/seed0 with model.version="):
+        run_cells(plan(), store, load_nothing)
+    os.utime(tokenizer, ns=(times.st_atime_ns, times.st_mtime_ns))
     os.utime(tmp_path / "compressed" / "model.safetensors", (2e9, 2e9))  # trained again
     with pytest.raises(ValueError, match=r"small/full/needle/seed0 with model.version=.*, not 2033-05-18"):
         run_cells(plan(), store, load_nothing)
@@ -85,6 +92,34 @@ def test_a_finished_cell_with_other_settings_is_refused_by_the_setting_that_diff
     with pytest.raises(ValueError, match=r"bytes:small/needle/seed0 with budget.bytes_of.version=.*, not 2033"):
         run_cells([last], store, load_nothing)  # the bytes that it was given are another model's
     assert store.path.read_bytes() == content
+
+
+def test_a_cell_over_a_text_is_refused_when_the_text_has_changed_and_not_when_its_cache_has(plan, folders, tmp_path):
+    store, text = Store(tmp_path / "out" / "cells.jsonl"), tmp_path / "text.txt"
+    text.write_bytes(folders.text.read_bytes())
+
+    def planned(**options):
+        source = {"_target_": "dmc.data.TextSource", "name": str(text)}
+        task = {"name": "text", "_target_": "dmc.results.tasks.TextLoss", "source": source, **options}
+        facts = {"name": "recall", "like": "recall", "haystack": source}
+        return plan(tasks=[task, facts], policies=["full"], budgets=[])
+
+    finish(planned(), store)
+    run_cells(planned(cache_folder=str(tmp_path / "cache")), store, load_nothing)
+    os.utime(text, (2e9, 2e9))
+    run_cells(planned(), store, load_nothing)
+    text.write_text(text.read_text().replace("alpha", "gamma"))  # as long as before
+    with pytest.raises(ValueError, match=r"base/full/text/seed0 with task.source.content=\w+, not \w+: give overwrite"):
+        run_cells(planned(), store, load_nothing)
+
+
+def test_a_model_that_is_replaced_while_the_grid_runs_is_not_measured_under_its_earlier_name(plan, tmp_path):
+    store, cells = Store(tmp_path / "out" / "cells.jsonl"), plan(policies=["full"], budgets=[])
+    os.utime(tmp_path / "stock" / "model.safetensors", (2e9, 2e9))
+    run_cells(cells, store, lambda model: load_with_tokenizer(model.path))
+    replaced, other = store.rows()
+    assert replaced["status"] == "failed" and "base: its files have changed since the start" in replaced["error"]
+    assert other["status"] == "done"
 
 
 def test_overwrite_measures_the_cells_of_the_grid_again_and_replaces_their_rows(make_config):
@@ -103,7 +138,7 @@ def test_a_row_keeps_all_options_those_by_default_too(make_config):
     (cell,) = plan_grid(make_config(policies=["h2o"], budgets=[2], tasks=[{**NEEDLE, "seed": 5}]), CONFIGS)
     policy, task = (cell.row["settings"][name] for name in ("policy", "task"))
     for built, settings in ((cell.method.build(), policy), (cell.task.task, task)):
-        assert {option.name for option in fields(built) if option.init} - {"budget"} <= {*settings}
+        assert {option.name for option in fields(built) if option.init} - {"budget", "cache_folder"} <= {*settings}
         json.dumps(settings)
     assert task["seed"] == 5 and task["_target_"] == NEEDLE.get("_target_", "dmc.results.tasks.Needle")
 

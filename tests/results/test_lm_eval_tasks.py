@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -90,6 +91,19 @@ def documents(max_seq_lengths, pretrained, **settings):
     rows = [{"prompt": "alpha " * length, "answer": pretrained} for length in max_seq_lengths]
     return {"test": datasets.Dataset.from_list(rows)}
 """
+
+
+def test_a_cell_is_refused_when_a_file_of_the_users_tasks_has_changed(make_lm_eval, tasks_folder, tmp_path):
+    folder = shutil.copytree(tasks_folder, tmp_path / "tasks")
+    config = make_lm_eval(tasks=["local_generation"], tasks_folder=str(folder))
+    run(config)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "code.pyc").write_text("no part of a task")
+    assert len(run(config)) == 1
+    task = folder / "generation.yaml"
+    task.write_text(task.read_text().replace("doc_to_text: prompt", "doc_to_text: answer"))
+    with pytest.raises(ValueError, match=r"with lm_eval.content=\w+, not \w+: give overwrite=true"):
+        run(config)
 
 
 def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_lm_eval, tmp_path):

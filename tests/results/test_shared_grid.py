@@ -130,6 +130,29 @@ def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alon
     assert list(divide(grid[:4], store)) == grid[:4]  # once at every start
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_row_that_another_process_measures_meanwhile_with_other_settings_is_not_taken_for_ones_own(grid, overwrite):
+    store, other = store_of(grid), dict(grid[1].row)
+    other["settings"] = {**other["settings"], "engine": {**other["settings"]["engine"], "block_size": 32}}
+    cells = [replace(cell, config=replace(cell.config, overwrite=overwrite)) for cell in grid[:3]]
+    given = divide(cells, store)
+    assert next(given) is cells[0]
+    store.append(other | {"status": "failed", "error": "the other's"})
+    with pytest.raises(ValueError, match=f"{grid[1].key} with engine.block_size=32, not 16: give .* another output"):
+        next(given)
+
+
+def test_a_budget_in_bytes_is_not_taken_from_a_row_with_other_settings(grid):
+    store, cells = store_of(grid), [grid[0], replace(grid[1], same_bytes_as=grid[0])]
+    given = divide(cells, store)
+    assert next(given) is cells[0]
+    settings = {**grid[0].row["settings"], "seed": 9}
+    figures = {"metrics": {"loss": 1.0}, "achieved_ratio": 1.0, "bytes_allocated_per_token": 1.0}
+    store.append(grid[0].row | {"status": "done", "settings": settings, **figures})
+    with pytest.raises(ValueError, match=f"{grid[0].key} with seed=9, not 0"):
+        next(given)
+
+
 def test_with_overwrite_each_cell_is_measured_by_one_of_four_processes(grid, tmp_path):
     work(grid)
     again = [replace(cell, config=replace(cell.config, overwrite=True)) for cell in grid]

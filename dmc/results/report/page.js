@@ -25,12 +25,12 @@ function sortBy(header) {
   const table = header.closest("table");
   const column = [...header.parentNode.children].indexOf(header);
   const ascending = header.getAttribute("aria-sort") !== "ascending";
-  for (const each of header.parentNode.children) each.setAttribute("aria-sort", "none");
+  for (const other of header.parentNode.children) other.setAttribute("aria-sort", "none");
   header.setAttribute("aria-sort", ascending ? "ascending" : "descending");
   const body = table.tBodies[0], isNumber = header.classList.contains("number");
   const rows = [...body.rows].map((row) => ({ row, text: row.cells[column].textContent.trim() }));
   rows.sort((first, second) => compare(first.text, second.text, ascending ? 1 : -1, isNumber));
-  body.append(...rows.map((each) => each.row));
+  body.append(...rows.map((entry) => entry.row));
 }
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => sortBy(button.parentNode));
@@ -45,7 +45,7 @@ for (const input of document.querySelectorAll(".filter")) {
 
 const tip = document.getElementById("tip");
 function light(method) {
-  for (const each of document.querySelectorAll("[data-method]")) each.classList.toggle("on", each.dataset.method === method);
+  for (const element of document.querySelectorAll("[data-method]")) element.classList.toggle("on", element.dataset.method === method);
   for (const svg of document.querySelectorAll("figure svg")) svg.classList.toggle("lit", svg.querySelector(".mark.on") !== null);
 }
 function show(mark) {
