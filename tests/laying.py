@@ -31,7 +31,7 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     size = int(torch.tensor(strategy.mesh_shape).prod())
     strategy.parallel_devices = [torch.device("cpu")] * size
     strategy.cluster_environment = LightningEnvironment() if size == 1 else TorchElasticEnvironment()
-    model = retrofit(fresh_model(config.model, 300, seed), config.compression).train()
+    model = retrofit(fresh_model(config, 300, seed), config.compression).train()
     module: Any = SimpleNamespace(model=model)
     strategy.connect(module)
     if size > 1:
@@ -95,13 +95,13 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
             strategy.make_mesh("cpu")
-        model = _with_strong_gates(fresh_model(config.model, 300, seed=0), config)
+        model = _with_strong_gates(fresh_model(config, 300, seed=0), config)
         module = RetrofitModule(
             model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
         )
         strategy.connect(module)
         if config.distillation is not None:
-            module.teacher = Teacher(fresh_model(config.model, 300, seed=1), "", config.distillation.temperature)
+            module.teacher = Teacher(fresh_model(config, 300, seed=1), "", config.distillation.temperature)
         module.configure_model()
         own = torch.arange(len(texts)).chunk(num_ranks // config.trainer.devices_per_sequence)
         rows = own[rank // config.trainer.devices_per_sequence]

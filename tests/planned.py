@@ -13,7 +13,7 @@ SHAPE = {
 
 def run(shape=SHAPE, compression=True, **changes):
     values = {
-        "model": {"fresh": shape},
+        "base": {"shape": shape},
         "data": {"train": {"text": TEXT}, "validation": {"text": TEXT}, "tokenizer": {"path": "somewhere"}},
         "compression": {"window_size": 2} if compression is True else compression,
         "training": {

@@ -97,7 +97,7 @@ def export_checkpoint(
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
     model, step = load_last_model(run_folder, use_previous_checkpoint)
-    tokenizer = build_tokenizer(config.data, config.model)
+    tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
     model.to(choose_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)
@@ -222,9 +222,8 @@ class Exporter(AfterStep):
 
     def _card(self, ratio: str, metrics: dict[str, Any], repository: str | None) -> ModelCard:
         """Describe the model; a snapshot has no name on the hub, for it is not uploaded."""
-        settings = self.config.model
-        base = settings.path or f"fresh {(settings.fresh or {}).get('model_type')}"
-        heads = "" if settings.merge_kv_heads is None else f" with {settings.merge_kv_heads} KV heads"
+        base = self.config.model or f"fresh {self.config.base.shape.get('model_type')}"
+        heads = "" if self.config.merge_kv_heads is None else f" with {self.config.merge_kv_heads} KV heads"
         text = ", ".join(str(source.get("name", source.get("_target_"))) for source in self.config.data.train.values())
         return ModelCard(f"{Path(base).name}{heads}{ratio}", base, text, metrics, repository)
 

@@ -120,7 +120,7 @@ class RetrofitModule(LightningModule):
             self._is_parallel = True
             if self.config.trainer.compile:
                 compile_regions(self.model)
-            self.strategy.parallelize(self.model, str(self.config.model.path))
+            self.strategy.parallelize(self.model, str(self.config.model))
             if self.teacher is not None:
                 self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path)
 

@@ -29,7 +29,7 @@ SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""
 MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
-    "data.tokenize_num_proc", "model.architecture",
+    "data.tokenize_num_proc",
     "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
     "training.push_to_hub",
     "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",

@@ -34,7 +34,7 @@ from dmc.training.callbacks.save_last import SaveLast
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
-from dmc.training.config import ModelConfig, RunConfig
+from dmc.training.config import RunConfig
 from dmc.training.export import Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
@@ -75,10 +75,10 @@ class TrainedRun:
         return json.loads((folder / METRICS_NAME).read_text())["metrics"]
 
 
-def fresh_model(config: ModelConfig, vocab_size: int, seed: int) -> Any:
+def fresh_model(config: RunConfig, vocab_size: int, seed: int) -> Any:
     """Make a model with random weights and `vocab_size` tokens."""
     seed_everything(seed, verbose=False)
-    shape = AutoConfig.for_model(**{"vocab_size": vocab_size, **(config.fresh or {})})
+    shape = AutoConfig.for_model(**{"vocab_size": vocab_size, **config.base.shape})
     return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.dtype))
 
 
@@ -185,10 +185,10 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     text = text_digests(local) if is_first_of_node() else {}
     check_same_text(run.folder, text, Path(str(config.training.branch_from)).parents[1] if branches else None)
     seed_everything(config.seed, verbose=False)
-    tokenizer = build_tokenizer(local.data, local.model)
+    tokenizer = build_tokenizer(local)
     strategy = build_strategy(local)
-    is_fresh = config.model.path is None
-    model = fresh_model(config.model, len(tokenizer), config.seed) if is_fresh else strategy.load(local.model.path)
+    is_fresh = local.model is None
+    model = fresh_model(config, len(tokenizer), config.seed) if is_fresh else strategy.load(str(local.model))
     if config.gates is not None:
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
@@ -196,7 +196,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     module = RetrofitModule(model, local, plan, strategy)
     if local.distillation is not None:
         settings = local.distillation
-        path = settings.path or str(local.model.path)
+        path = settings.path or str(local.model)
         teacher = strategy.load(path, is_teacher=True)
         module.teacher = Teacher(teacher, path, settings.temperature, settings.direction)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)

@@ -31,14 +31,13 @@ from dmc.data import (
     once,
     train_tokenizer,
 )
-from dmc.data.config import DataConfig
 from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.sources import files_digest
 from dmc.data.streaming import check_stream
 from dmc.models.attention import Documents
 from dmc.models.loading import load_tokenizer
 from dmc.training.callbacks.preemption import leave_signals_to_parent
-from dmc.training.config import ModelConfig, RunConfig
+from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import StepLoader
 from dmc.training.stages import Plan
 
@@ -48,22 +47,21 @@ _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat
 
 def fetched(config: RunConfig) -> RunConfig:
     """Name the local copies of a run's model, teacher and tokenizer that are on the hub, see `dmc.data.hub`."""
-    model, tokenizer, training = config.model, config.data.tokenizer, config.training
+    model, revision = config.model, config.revision
+    tokenizer, training = config.data.tokenizer, config.training
     distillation = training.distillation
     if distillation is not None and distillation.path is not None:
-        path = local_copy(distillation.path, model.revision if distillation.path == model.path else None)
+        path = local_copy(distillation.path, revision if distillation.path == model else None)
         training = dataclasses.replace(training, distillation=dataclasses.replace(distillation, path=path))
     if tokenizer.path is not None:
-        path = local_copy(
-            tokenizer.path, model.revision if tokenizer.path == model.path else None, files=TOKENIZER_FILES
-        )
+        path = local_copy(tokenizer.path, revision if tokenizer.path == model else None, files=TOKENIZER_FILES)
         tokenizer = dataclasses.replace(tokenizer, path=path)
-    if model.path is not None:
-        local_copy(model.path, model.revision, files=["config.json"])  # which a start reads first
-        path = local_copy(model.path, model.revision)
-        model = dataclasses.replace(model, path=path, revision=model.revision if path == model.path else None)
+    if model is not None:
+        local_copy(model, revision, files=["config.json"])  # which a start reads first
+        path = local_copy(model, revision)
+        model, revision = path, revision if path == model else None
     data = dataclasses.replace(config.data, tokenizer=tokenizer)
-    return dataclasses.replace(config, model=model, data=data, training=training)
+    return dataclasses.replace(config, model=model, revision=revision, data=data, training=training)
 
 
 def build_sources(sources: Mapping[str, Any], split: str) -> list[Any]:
@@ -75,15 +73,16 @@ def build_sources(sources: Mapping[str, Any], split: str) -> list[Any]:
     return [instantiate(settings, f"data.{split}.{name}", DocumentSource) for name, settings in sources.items()]
 
 
-def build_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
+def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer, that of the model where the data names none, or train it on the training text."""
+    data = config.data
     if data.tokenizer.train_vocab_size is not None:
         sources = build_sources(data.train, "train")
         texts = (text for source in sources for text in source.documents() if text)
         described = json.dumps([source.description() for source in sources], default=str)
         return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder), sources=described)
-    path = str(data.tokenizer.path or model.path)
-    return load_tokenizer(path, model.revision if path == model.path else None)
+    path = str(data.tokenizer.path or config.model)
+    return load_tokenizer(path, config.revision if path == config.model else None)
 
 
 def text_digests(config: RunConfig) -> dict[str, str]:
@@ -106,7 +105,7 @@ def text_digests(config: RunConfig) -> dict[str, str]:
                 found[key] = once(file, source.digest)
             else:
                 found[key] = source.digest()
-    folder = Path(data.tokenizer.path or config.model.path or "")
+    folder = Path(data.tokenizer.path or config.model or "")
     if data.tokenizer.train_vocab_size is None and folder.is_dir():
         files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
         found["data.tokenizer"] = files_digest(sorted(files))
@@ -142,7 +141,7 @@ def prepare_text(config: RunConfig) -> list[str]:
     text_digests(config)
     data = TextData(
         config,
-        build_tokenizer(config.data, config.model),
+        build_tokenizer(config),
         Plan(config.training, config.target_ratio, config.compression).total_steps,
     )
     return data.describe()

@@ -6,7 +6,7 @@ import pytest
 from scripts_here import run_script
 
 SIZES = "hidden_size=32 intermediate_size=32 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
-TINY = [f"model.fresh.{size}" for size in SIZES.split()]
+TINY = [f"base.shape.{size}" for size in SIZES.split()]
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     text += [f"data.cache_folder={tmp_path}/cache", f"data.tokenizer.folder={tmp_path}/tokenizer"]
     text += ["data.tokenizer.train_vocab_size=300"]
     study = tmp_path / "study"
-    retrofit = [f"model.path={study}/base/final", "base=pretrained", "training=short", "compression=dmc_delayed"]
+    retrofit = [f"model={study}/base/final", "training=short", "compression=dmc_delayed"]
     retrofit += [
         "compression.delay=2",
         "training.stages.zero_out.length=1 steps",

@@ -15,7 +15,7 @@ from dmc.data import train_tokenizer
 TEXT = "".join(f"line {i} of {i % 7} words, {'x' * (i % 5)}\n" for i in range(400))
 WORDS = {
     "GENERATE": "model=STOCK prompt=ab max_new_tokens=2",
-    "TRAIN": "base=pretrained model.path=STOCK data=text_files data.train.text.name=TEXT "
+    "TRAIN": "model=STOCK data=text_files data.train.text.name=TEXT "
     "data.validation.text.name=TEXT trainer=cpu data.num_workers=0 debug=tiny "
     "training.sequence_length=16 output_dir=out data.cache_folder=cache",
     "COMPARE": "'models={m: STOCK}' policies=[full] budgets=[2] tasks=[passkey] output=out",

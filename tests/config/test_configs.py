@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shlex
+from itertools import zip_longest
 
 import pytest
 from composing import CONFIGS, composed, names, opening
@@ -17,10 +18,7 @@ from dmc.training.stages import Plan
 
 
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
-def test_every_experiment_composes_and_opens_with_its_command(name):
-    config = composed(f"experiment={name}")
-    total_steps = Plan(config.training, config.target_ratio, config.compression).total_steps
-    assert total_steps > 0 or config.training.regression_init is not None
+def test_every_experiment_opens_with_its_command(name):
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
 
 
@@ -63,23 +61,13 @@ def test_every_run_of_the_study_composes(name, arguments):
     assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        f"{group}={name}"
-        for group in ("base", "compression", "training", "trainer", "logger", "callbacks", "debug")
-        for name in names(group)
-    ],
-)
-def test_every_option_composes(override):
-    needed = {
-        "base=pretrained": ["model.path=somewhere"],
-        "compression=none": ["training=pretrain"],
-        "training=regress": ["compression=dmc_hidden"],
-        "training=short_measured": ["base=pretrained", "model.path=somewhere", "compression=dmc_hidden"],
-        "training=write_gate": ["base=pretrained", "model.path=somewhere", "compression=write_gate"],
-    }
-    assert isinstance(composed(override, *needed.get(override, [])), RunConfig)
+def test_every_option_composes():
+    groups = ("compression", "base", "trainer", "logger", "callbacks", "debug")
+    for options in zip_longest(*([f"{group}={name}" for name in names(group)] for group in groups)):
+        composed(*filter(None, options), *(["training=pretrain"] if options[0] == "compression=none" else []))
+    needed = {"write_gate": "write_gate", "short_measured": "dmc_hidden", "regress": "dmc_hidden"}
+    for name in names("training"):
+        composed(f"training={name}", "model=somewhere", f"compression={needed.get(name, 'dmc')}")
 
 
 def test_loggers_and_callbacks_are_chosen_several_at_once():
@@ -102,13 +90,6 @@ def test_every_source_can_be_built(name):
     assert config.data.stream_shards == 8
     for source in (*config.data.train.values(), *config.data.validation.values()):
         assert instantiate(source).weight > 0
-
-
-@pytest.mark.parametrize("name", names("policy"))
-def test_every_policy_is_an_option_of_generate(name):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("generate", overrides=[f"policy={name}", "model=somewhere", "prompt=x"])
-    assert ("_target_" in settings.policy) == (name != "full")
 
 
 @pytest.mark.parametrize("length", ["500 steps", "1e9 tokens", "1.5B tokens_per_ratio"])

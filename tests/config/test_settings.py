@@ -16,7 +16,7 @@ from dmc.training.config import PlannerConfig, RunConfig, StageConfig
 SOURCE = {"x": {"_target_": "x"}}
 LESSON = {"kind": "facts", "length": 64, "sequences": 4}
 RUN = {
-    "model": {"path": "somewhere"},
+    "model": "somewhere",
     "data": {"train": SOURCE, "validation": SOURCE, "facts": {"lessons": [LESSON]}},
     "training": {"stages": {"retrofit": {"length": "5 steps"}}, "batch_size": 1},
     "compression": {},

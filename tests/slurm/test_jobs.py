@@ -36,8 +36,8 @@ def settings(tmp_path_factory):
         f"data.train.text.name={folder}/train", f"data.validation.text.name={folder}/held_out",
         f"data.cache_folder={folder}/cache", f"data.tokenizer.folder={folder}/tokenizer",
         "data.tokenizer.train_vocab_size=300", "data.num_workers=1", "training.activation_checkpointing=false",
-        "model.fresh.hidden_size=32", "model.fresh.intermediate_size=64", "model.fresh.num_hidden_layers=2",
-        "model.fresh.num_attention_heads=4", "model.fresh.num_key_value_heads=2", "model.fresh.head_dim=8",
+        "base.shape.hidden_size=32", "base.shape.intermediate_size=64", "base.shape.num_hidden_layers=2",
+        "base.shape.num_attention_heads=4", "base.shape.num_key_value_heads=2", "base.shape.head_dim=8",
     ]  # fmt: skip
 
 

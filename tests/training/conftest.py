@@ -24,8 +24,8 @@ def corpus(tmp_path_factory):
 def run_values(corpus, tmp_path):
     """Plain values of a run; tests change them and call `build_config`."""
     return {
-        "model": {
-            "fresh": {
+        "base": {
+            "shape": {
                 "model_type": "llama",
                 "hidden_size": 32,
                 "intermediate_size": 64,

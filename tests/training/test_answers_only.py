@@ -38,7 +38,7 @@ def values(run_values, tmp_path, only_trained):
         np.array(lengths, dtype=np.int32).tobytes() + (2 * np.cumsum([0, *lengths[:-1]])).astype(np.int64).tobytes()
     )
     (tmp_path / "indexed.idx").write_bytes(index + np.arange(61, dtype=np.int64).tobytes())
-    run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    run_values["base"]["shape"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     run_values["training"] |= {
         "stages": {"retrofit": {"length": "2 steps"}}, "batch_size": 4, "micro_batch_size": 2, "sequence_length": 32,
         "validate_every_steps": 100, "document_masking": True,

@@ -5,7 +5,7 @@ from dmc.config import build_config
 from dmc.training.config import RunConfig, StageConfig
 
 VALID = {
-    "model": {"path": "somewhere"},
+    "model": "somewhere",
     "data": {"train": {"x": {"_target_": "x"}}, "validation": {"x": {"_target_": "x"}}},
     "training": {"stages": {"retrofit": {"length": "5 steps"}}, "betas": [0.9, 0.99]},
     "compression": {"delay": 4},
@@ -94,8 +94,7 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
         ),
         ("training.snapshot_ratios", [8.0], r"training.snapshot_ratios=\[8.0\] lie above"),
         ("training.milestones.ratios", [8.0], r"training.milestones.ratios=\[8.0\] lie above"),
-        ("model", {}, "give exactly one of them"),
-        ("model", {"path": "a", "fresh": {}}, "give exactly one of them"),
+        ("model", None, "no model: give model=DIR"),
         ("data", {"train": {}, "validation": {"x": {}}}, "data.train={.*}: expected at least 1 item"),
         ("data", {"train": {"x": None}, "validation": {"x": {}}}, "data.train={.*}: expected at least 1 item"),
         ("data", {"train": {"x": {}}}, "setting data.validation is missing"),
@@ -111,7 +110,7 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
             {"retrofit": {"length": "1 steps", "ramp_to": 2}},
             "ramp_to=2 ends below compression.target_ratio=4",
         ),
-        ("model", {"fresh": {}, "merge_kv_heads": 2}, "model.merge_kv_heads=2 merges the heads of a trained model"),
+        ("model", {"path": "a"}, "model={'path': 'a'}: expected a valid string"),
     ],
 )
 def test_bad_settings_give_one_clear_error(path, value, message):
@@ -126,8 +125,8 @@ def test_batch_must_divide_over_devices():
 
 
 def test_deepspeed_refuses_bfloat16_weights():
-    values = changed(VALID, {"trainer.strategy": "deepspeed_zero2", "model.dtype": "bfloat16"})
-    with pytest.raises(ValueError, match=r"model.dtype=float32 and trainer.precision=bf16-mixed"):
+    values = changed(VALID, {"trainer.strategy": "deepspeed_zero2", "dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"dtype=float32 and trainer.precision=bf16-mixed"):
         build_config(RunConfig, values)
 
 

@@ -46,7 +46,7 @@ def run_of(values, name, count=1, trainer=None):
         RunConfig,
         values
         | {
-            "model": {"fresh": values["model"]["fresh"] | shape},
+            "base": {"shape": values["base"]["shape"] | shape},
             "compression": {"window_size": 3, "decision_offset": 0.5, "target_ratio": 4.0} | gates,
             "control": name == "control",
             "training": values["training"] | RATIO | training,

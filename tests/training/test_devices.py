@@ -51,7 +51,7 @@ def build_module(run_values, make_stock, device, **training):
     """Make the module of a run whose model and teacher have no data."""
     run_values["training"] |= {"sequence_length": LENGTH, **training}
     if "distillation" in training:
-        run_values["model"] = {"path": "somewhere"}
+        run_values["model"] = "somewhere"
     config = build_config(RunConfig, run_values)
     plan = Plan(config.training, config.target_ratio, config.compression)
     model = make_stock()

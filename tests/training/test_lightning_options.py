@@ -71,7 +71,7 @@ def test_wrong_options_are_refused_before_anything_is_written(changes, message, 
 def test_overfitting_reads_the_same_sequences_again_and_again(run_values):
     run_values["training"] |= {"overfit_sequences": 3, "batch_size": 2}
     config = build_config(RunConfig, run_values)
-    data = TextData(config, build_tokenizer(config.data, config.model), total_steps=6)
+    data = TextData(config, build_tokenizer(config), total_steps=6)
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0, is_global_zero=False)
     data.setup("fit")
     read = [tuple(ids.tolist()) for batch in data.train_dataloader() for ids in batch["input_ids"]]

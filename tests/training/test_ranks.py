@@ -115,13 +115,13 @@ def test_the_first_rank_of_a_node_alone_asks_the_hub_and_none_once_it_is_prepare
     hub = tmp_path / "hub"
     shutil.copytree(corpus, hub)
     base = build_config(RunConfig, two_ranks)
-    tokenizer = build_tokenizer(base.data, base.model)
-    fresh_model(base.model, len(tokenizer), 0).save_pretrained(hub / "model")
+    tokenizer = build_tokenizer(base)
+    fresh_model(base, len(tokenizer), 0).save_pretrained(hub / "model")
     tokenizer.save_pretrained(hub / "model")
     texts = {split: {"text": {"_target_": "dmc.data.TextSource", "name": f"hub/{name}"}}
              for split, name in (("train", "train"), ("validation", "held_out"))}  # fmt: skip
     two_ranks["data"] |= texts | {"cache_folder": str(tmp_path / "cache"), "tokenizer": {}}
-    two_ranks["model"] = {"path": "hub/model"}
+    two_ranks["model"] = "hub/model"
     two_ranks["training"] |= {"stages": {"retrofit": {"length": "2 steps"}}, "calibrate": False}
     if prepared:
         with Processes(prepare, (two_ranks, hub), 1, log := tmp_path / "prepare.log") as preparing:

@@ -35,7 +35,7 @@ def base(run_values, corpus):
 @pytest.fixture
 def recipe(run_values, base):
     """Plain values of a retrofit of `base` with a teacher and a led weight."""
-    run_values["model"] = {"path": str(base)}
+    run_values["model"] = str(base)
     run_values["data"]["tokenizer"] = {}
     run_values["training"] |= {"distillation": {"weight": 0.75, "temperature": 2.0}, "ratio_control": dict(LED)}
     run_values["training"] |= {"checkpoint_every_steps": 100, "validate_every_steps": 100, "calibrate": False}
@@ -63,7 +63,7 @@ def trained(values, folder: Path) -> Path:
 def test_of_prompts_and_completions_only_the_completions_are_learned(run_values, chats, tmp_path, average):
     source, tokenizer = chats
     run_values["training"] |= {"stages": {"pretrain": {"length": "2 steps"}}, "loss_average": average}
-    run_values["model"]["fresh"]["initializer_range"] = 0.5
+    run_values["base"]["shape"]["initializer_range"] = 0.5
     run_values["compression"] = None
     config = build_config(RunConfig, run_values)
     divided = [trained(run_values, tmp_path / "as it is")]
@@ -91,7 +91,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
     shuffled = Shuffled(packed, config.seed)
     items = [shuffled[position] for position in range(4)]
     assert len({int(item["loss_mask"].sum()) for item in items}) > 1
-    model = fresh_model(config.model, len(tokenizer), config.seed)
+    model = fresh_model(config, len(tokenizer), config.seed)
     found = []
     for item in items:
         ids, learned = item["input_ids"], item["loss_mask"][1:]
@@ -282,7 +282,7 @@ def test_a_scaled_gate_is_the_gate_of_scaled_rows(run_config):
 
     from dmc.compression import GateMode
 
-    stock = fresh_model(run_config.model, 300, 0)
+    stock = fresh_model(run_config, 300, 0)
     scaled = retrofit(copy.deepcopy(stock), dataclasses.replace(run_config.compression, decision_scale=8.0)).eval()
     plain = retrofit(stock, run_config.compression).eval()
     for layer in plain.model.layers:

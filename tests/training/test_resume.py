@@ -27,7 +27,7 @@ WHOLE = [(step, list(range(step * BATCH, step * BATCH + BATCH))) for step in ran
 @pytest.fixture
 def values(run_values, only_trained):
     """Settings of a run of which only the training matters."""
-    run_values["model"]["fresh"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    run_values["base"]["shape"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     lengths = {"zero_out": 2, "retrofit": 4, "solidify": 1}
     run_values["training"] |= {
         "stages": {name: {"length": f"{steps} steps"} for name, steps in lengths.items()},

@@ -99,7 +99,7 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
     rounded = load_model(half, dtype="auto")
     assert all(torch.equal(value, one.state_dict()[name].bfloat16()) for name, value in rounded.state_dict().items())
-    data = TextData(run_config, build_tokenizer(run_config.data, run_config.model), total_steps=1)
+    data = TextData(run_config, build_tokenizer(run_config), total_steps=1)
     score = score_text(rounded, data.held_out("validation"))  # what the folder says of itself is what it does
     assert run.metrics(half)["validation_loss_nats_per_token"] == pytest.approx(score.loss, rel=1e-6)
     assert run.metrics(half)["achieved_ratio"] == pytest.approx(score.achieved_ratio, rel=1e-6)
@@ -155,7 +155,7 @@ def test_a_run_is_never_replaced_by_its_own_export(run_config, tmp_path):
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", "float32"), ("32-true", "bfloat16")])
 def test_bf16_with_checkpointing_trains(run_values, precision, dtype):
     run_values["trainer"]["precision"] = precision
-    run_values["model"]["dtype"] = dtype
+    run_values["dtype"] = dtype
     run_values["training"] |= {"activation_checkpointing": True, "document_masking": True}
     run = train(build_config(RunConfig, run_values))
     assert all(loss < 10 for loss in logged_losses(run.folder).values())
@@ -172,7 +172,7 @@ def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypa
     monkeypatch.setattr(
         LlamaMLP, "forward", lambda self, *args: (torch.is_grad_enabled() and calls.append(1)) or plain(self, *args)
     )
-    train(build_config(RunConfig, values | {"model": {"path": str(base)}, "output_dir": str(tmp_path / "run")}))
+    train(build_config(RunConfig, values | {"model": str(base), "output_dir": str(tmp_path / "run")}))
     assert len(calls) == 2 * 2 * 2  # forward and again in backward, two layers, two micro-batches
 
 
@@ -181,9 +181,9 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     from dmc.models import retrofit
     from dmc.training.run import fresh_model
 
-    tokenizer = build_tokenizer(config.data, config.model)
+    tokenizer = build_tokenizer(config)
     plan = Plan(config.training, config.target_ratio)
-    model = retrofit(fresh_model(config.model, len(tokenizer), 0), config.compression)
+    model = retrofit(fresh_model(config, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [batch | {"position": torch.arange(len(batch["input_ids"]))} for batch in data.held_out("validation")]
     module = RetrofitModule(model, config, plan, Parallelism(config))
@@ -268,7 +268,7 @@ def test_text_prepared_ahead_is_what_the_run_reads(run_values, tmp_path):
 def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is_none(run_values, tmp_path):
     def data_of(values):
         config = build_config(RunConfig, values)
-        return TextData(config, build_tokenizer(config.data, config.model), 1), config
+        return TextData(config, build_tokenizer(config), 1), config
 
     alone, config = data_of(run_values)
     assert config.data.reported_split == "validation"
@@ -330,9 +330,9 @@ def test_the_models_revision_pins_its_tokenizer_and_no_other(run_values, monkeyp
     monkeypatch.setattr("dmc.training.text_data.load_tokenizer", lambda *arguments: loaded.append(arguments))
     for path in (None, "hub/other"):
         data = run_values["data"] | {"tokenizer": {"path": path}}
-        model = {"path": "hub/model", "revision": "v2"}
-        config = build_config(RunConfig, run_values | {"data": data, "model": model, "compression": None})
-        build_tokenizer(config.data, config.model)
+        model = {"model": "hub/model", "revision": "v2"}
+        config = build_config(RunConfig, run_values | {"data": data, "compression": None} | model)
+        build_tokenizer(config)
     assert loaded == [("hub/model", "v2"), ("hub/other", None)]
 
 

@@ -26,7 +26,7 @@ from dmc.config import build_config
 from dmc.models import load_model
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.checkpoints import find_checkpoint, read_tensors, remove, saved_checkpoints
-from dmc.training.config import ModelConfig, RunConfig
+from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
 from dmc.training.run import fresh_model, train
 
@@ -220,7 +220,7 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
         torch.testing.assert_close(same.state_dict()[name].to(value.dtype), value, atol=0.02, rtol=0)
     again = load_model(export_checkpoint(folder, tmp_path / "exported"), dtype="auto").state_dict()
     for name, value in load_model(folder / "final", dtype="auto").state_dict().items():
-        assert value.dtype == torch.float32 and torch.equal(value, again[name]), name  # as model.dtype says
+        assert value.dtype == torch.float32 and torch.equal(value, again[name]), name  # as dtype says
     if strategy.startswith("deepspeed"):
         forget_the_end(folder)
         on_ranks(values, 2, folder, trainer, expect_exact_angles, **options)
@@ -230,7 +230,7 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "count", "decisions"), [("llama", 4, "per_head"), ("qwen3", 2, "per_layer")])
 def test_cut_heads_learn_what_whole_layers_do(values, family, count, decisions, tmp_path):
-    values["model"]["fresh"]["model_type"] = family
+    values["base"]["shape"]["model_type"] = family
     values["compression"]["decisions"] = decisions
     values["compression"]["gate_input"] = "both" if decisions == "per_layer" else "neuron"
     alone = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
@@ -257,9 +257,10 @@ def test_a_damaged_shard_is_found(values, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "tp_size", "merge_kv_heads"), [("fsdp2", 2, 2), ("deepspeed_zero3", 1, 2)])
 def test_each_rank_reads_its_own_part_of_a_base(values, strategy, tp_size, merge_kv_heads, tmp_path):
-    shape = ModelConfig(fresh=values["model"]["fresh"] | {"num_key_value_heads": 4, "attention_bias": True})
-    fresh_model(shape, 300, seed=3).save_pretrained(tmp_path / "base", max_shard_size="40KB")
-    values["model"] = {"path": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
+    shape = values["base"]["shape"] | {"num_key_value_heads": 4, "attention_bias": True}
+    base = fresh_model(build_config(RunConfig, values | {"base": {"shape": shape}}), 300, seed=3)
+    base.save_pretrained(tmp_path / "base", max_shard_size="40KB")
+    values |= {"model": str(tmp_path / "base"), "merge_kv_heads": merge_kv_heads}
     values["training"]["stages"] = {"retrofit": {"length": f"{STEPS} steps"}}
     expected = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "one")))).folder
     trainer = {"strategy": strategy, "tensor_parallel_size": tp_size}

@@ -96,11 +96,11 @@ def base(run_values):
 
 
 def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, base):
-    run_values["model"] = {"path": str(base), "merge_kv_heads": 1}
+    run_values |= {"model": str(base), "merge_kv_heads": 1}
     run_values["control"] = True
     run_values["training"]["snapshot_ratios"] = [2.0]
     config = build_config(RunConfig, run_values)
-    whole = dataclasses.replace(config, model=dataclasses.replace(config.model, merge_kv_heads=None))
+    whole = dataclasses.replace(config, merge_kv_heads=None)
     plans = [plan_training(each, PlannerConfig()) for each in (config, whole)]
     weights = 2 * 2 * 8 * 32  # k and v of one head fewer, in two layers
     assert plans[1].num_weights - plans[0].num_weights == weights
@@ -114,13 +114,13 @@ def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, ba
 
 
 def test_merged_heads_may_learn_gates_too(run_values, base):
-    run_values["model"] = {"path": str(base), "merge_kv_heads": 1}
+    run_values |= {"model": str(base), "merge_kv_heads": 1}
     run = train(build_config(RunConfig, run_values))
     assert served(run.final).shape == (2, 1)
 
 
 def test_heads_that_cannot_be_merged_so_are_named_before_anything_is_written(run_values, base):
-    run_values["model"] = {"path": str(base), "merge_kv_heads": 3}
+    run_values |= {"model": str(base), "merge_kv_heads": 3}
     config = build_config(RunConfig, run_values)
     with pytest.raises(
         ValueError, match="2 KV heads cannot be merged into 3 groups of equal size: expected one of 1, 2"

@@ -74,7 +74,7 @@ class Throughput(AfterStep):
             return settings.peak_teraflops * 1e12
         if device.type != "cuda":
             return None
-        precision = "bf16-true" if self.config.model.dtype == "bfloat16" else settings.precision
+        precision = "bf16-true" if self.config.dtype == "bfloat16" else settings.precision
         return peak_flops(torch.cuda.get_device_name(device), precision)
 
 

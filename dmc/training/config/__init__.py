@@ -1,6 +1,6 @@
 """The configuration of a training run as validated dataclasses: one key, one place; derived values are properties."""
 
-from dmc.training.config.run_config import ModelConfig, RunConfig, run_config
+from dmc.training.config.run_config import BaseConfig, RunConfig, run_config
 from dmc.training.config.trainer import PlanConfig, PlannerConfig, Precision, TrainerConfig
 from dmc.training.config.training import (
     RatioControlConfig,
@@ -11,7 +11,7 @@ from dmc.training.config.training import (
 )
 
 __all__ = [
-    "ModelConfig",
+    "BaseConfig",
     "PlanConfig",
     "PlannerConfig",
     "Precision",

@@ -17,40 +17,31 @@ from dmc.training.config.training import DistillationConfig, TrainingConfig
 
 
 @checked_dataclass(frozen=True)
-class ModelConfig:
-    """The model to start from: a folder or hub name, or a fresh one built from a Hugging Face configuration."""
+class BaseConfig:
+    """A model of configs/base: its name, and the shape by which a fresh one is built and a plan needs no hub."""
 
     path: str | None = None
-    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3."""
-    fresh: dict[str, Any] | None = None
-    """Hugging Face configuration values of a randomly initialized model, `model_type` included."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
-    revision: str | None = None
-    """Hub revision."""
-    architecture: dict[str, Any] | None = None
-    """Hugging Face configuration values of `path`, `model_type` included, for plans without the hub."""
-    merge_kv_heads: Count | None = None
-    """KV heads per layer that those of `path` are averaged into before the run (grouped-query attention after the
-    fact); None: they stay."""
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.fresh is None):
-            raise ValueError(f"model.path={self.path!r}, model.fresh={self.fresh!r}: give exactly one of them")
-        if self.merge_kv_heads is not None and self.path is None:
-            raise ValueError(
-                f"model.merge_kv_heads={self.merge_kv_heads} merges the heads of a trained model: give model.path, or "
-                "a fresh model model.fresh.num_key_value_heads"
-            )
+    """Folder or hub name of the model that has this shape."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Hugging Face configuration values, `model_type` included."""
 
 
 @checked_dataclass(frozen=True)
 class RunConfig:
     """One training run."""
 
-    model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    model: str | None = None
+    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3; None: a fresh one of `base.shape`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
+    revision: str | None = None
+    """Hub revision of `model`."""
+    merge_kv_heads: Count | None = None
+    """KV heads per layer that those of `model` are averaged into before the run (grouped-query attention after the
+    fact); None: they stay."""
+    base: BaseConfig = field(default_factory=BaseConfig)
     compression: CompressionConfig | None = None
     """Settings of the gates; None: train a base, without gates."""
     control: StrictBool = False
@@ -72,12 +63,17 @@ class RunConfig:
     def _contradictions(self) -> Iterator[str]:
         training, trainer, gates = self.training, self.trainer, self.compression
         strategy = f"trainer.strategy={trainer.strategy}"
-        if self.data.tokenizer.train_vocab_size is None and (self.data.tokenizer.path or self.model.path) is None:
+        if self.model is None and not self.base.shape:
+            yield "no model: give model=DIR, or for a fresh one base=tiny_llama"
+        if self.model is None and self.merge_kv_heads is not None:
+            merged = f"merge_kv_heads={self.merge_kv_heads}"
+            yield f"{merged} merges the heads of a trained model: give model=DIR, or base.shape.num_key_value_heads"
+        if self.data.tokenizer.train_vocab_size is None and (self.data.tokenizer.path or self.model) is None:
             yield "no tokenizer: set data.tokenizer.path, or data.tokenizer.train_vocab_size and data.tokenizer.folder"
-        if trainer.uses_deepspeed and self.model.dtype != "float32":
-            instead = "set model.dtype=float32 and trainer.precision=bf16-mixed"
-            yield f"model.dtype={self.model.dtype} with {strategy}, which updates weights in float32: {instead}"
-        if training.distillation is not None and training.distillation.path is None and not self.model.path:
+        if trainer.uses_deepspeed and self.dtype != "float32":
+            instead = "set dtype=float32 and trainer.precision=bf16-mixed"
+            yield f"dtype={self.dtype} with {strategy}, which updates weights in float32: {instead}"
+        if training.distillation is not None and training.distillation.path is None and self.model is None:
             yield "training.distillation of a fresh model needs a teacher: set training.distillation.path"
         if training.gates_only and trainer.uses_deepspeed:
             yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"

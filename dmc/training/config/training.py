@@ -225,7 +225,7 @@ class TrainingConfig:
     calibration_sequences: Count = 64
     """Held-out sequences used to calibrate."""
     export_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of exported weights, in which they are calibrated and measured; None: `model.dtype`."""
+    """Dtype of exported weights, in which they are calibrated and measured; None: `dtype`."""
     push_to_hub: str | None = None
     """Name on the Hugging Face hub that the folder of the last step is uploaded to; None: nothing is uploaded."""
     validation_sequences: Count = 64

@@ -38,7 +38,7 @@ class FakeStep:
         self.config, self.strategy = config, strategy
         plan = Plan(config.training, config.target_ratio, config.compression)
         shape = with_layers(model_shape(config), num_layers)
-        dtype = getattr(torch, config.model.dtype)
+        dtype = getattr(torch, config.dtype)
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
         if config.gates is not None:
             model = retrofit(model, config.gates)

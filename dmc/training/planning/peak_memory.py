@@ -101,8 +101,8 @@ def without_deepspeed(config: RunConfig) -> RunConfig:
         config.trainer, strategy="auto", devices=1, num_nodes=1, precision="32-true", offload_optimizer=False,
         offload_parameters=False,
     )  # fmt: skip
-    dtype = "bfloat16" if config.trainer.precision == "bf16-mixed" else config.model.dtype
-    return dataclasses.replace(config, trainer=trainer, model=dataclasses.replace(config.model, dtype=dtype))
+    dtype = "bfloat16" if config.trainer.precision == "bf16-mixed" else config.dtype
+    return dataclasses.replace(config, trainer=trainer, dtype=dtype)
 
 
 def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
@@ -223,7 +223,7 @@ def _zero_states(config: RunConfig, num_weights: int, num_ranks: int) -> tuple[d
     each; ZeRO-3 keeps c bytes of at most 1e9 gathered weights. The update makes float32 gradients, 4 P / N.
     """
     trainer, stage = config.trainer, int(config.trainer.strategy[-1])
-    size = 2 if without_deepspeed(config).model.dtype == "bfloat16" else 4
+    size = 2 if without_deepspeed(config).dtype == "bfloat16" else 4
     own = -(-num_weights // num_ranks)
     states = {
         "weights": size * (own if stage == 3 else num_weights),

@@ -146,15 +146,15 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     lengths = plan.lengths(behind)
     device = Device.of(config, planner)
     memory = plan_memory(config, model.num_hidden_layers, num_devices // cuts, device.is_gpu)
-    stored = 2 if config.model.dtype == "bfloat16" else 4
+    stored = 2 if config.dtype == "bfloat16" else 4
     stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
-    reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model.path is not None
+    reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model is not None
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if stored == 2 else trainer.precision)
     flops = run_flops_per_token(config, model) * sum(stage.tokens for stage in stages)
     gpu_hours = None if peak is None else flops / (peak * planner.utilization) / 3600
     return TrainingPlan(
-        model=config.model.path or f"fresh {model.model_type}",
+        model=config.model or f"fresh {model.model_type}",
         num_weights=memory.num_weights,
         strategy=trainer.strategy,
         num_devices=num_devices,

@@ -145,7 +145,7 @@ class _Peaks:
         """Bytes of weights, gradients and Adam's states on a rank."""
         run = layout.of_run(self._config)
         _, shard, tensor = run.trainer.mesh(self._num_local)
-        stored = 2 if run.model.dtype == "bfloat16" else 4
+        stored = 2 if run.dtype == "bfloat16" else 4
         divided = stored * (self._memory.num_weights + 2 * self._memory.num_trained) / shard
         gradients = 4 * self._memory.num_trained / (1 if run.trainer.accumulate_locally else shard)
         return (divided + gradients) / tensor
@@ -181,7 +181,7 @@ def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int
     """
     trainer, passes = config.trainer, _passes(config, num_local)
     copies, shard, tensor = trainer.mesh(num_local)
-    computed = 2 if "bfloat16" in (config.model.dtype, trainer.precision.replace("bf16-mixed", "bfloat16")) else 4
+    computed = 2 if "bfloat16" in (config.dtype, trainer.precision.replace("bf16-mixed", "bfloat16")) else 4
     gathered = computed * memory.num_weights * (2 if config.distillation is None else 3) / tensor
     gradients = 4 * memory.num_trained / tensor
     sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients

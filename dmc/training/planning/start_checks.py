@@ -60,35 +60,34 @@ def model_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCo
     Without `with_vocabulary`, that of a fresh model need not be known: a start gets it from the tokenizer.
     """
     shape = base_shape(config, with_vocabulary)
-    if config.model.merge_kv_heads is not None:
-        merge_heads_of_config(shape, config.model.merge_kv_heads)
+    if config.merge_kv_heads is not None:
+        merge_heads_of_config(shape, config.merge_kv_heads)
     return shape
 
 
 def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedConfig:
-    """Find the transformers configuration of the model a run starts from: in its folder, in the YAML, or on the hub.
+    """Find the transformers configuration of the model a run starts from: in its folder, configs/base or on the hub.
 
     Raises:
         ValueError: it cannot be found, or its values name no model type or no vocabulary.
     """
-    settings = config.model
-    if settings.path is not None and (Path(settings.path) / "config.json").is_file():
-        return AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
-    values = settings.fresh or settings.architecture
-    if values is None:
-        folder = local_copy(str(settings.path), settings.revision, files=["config.json"])
-        revision = settings.revision if folder == settings.path else None
+    model = config.model
+    if model is not None and (Path(model) / "config.json").is_file():
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if model is not None and model != config.base.path:
+        folder = local_copy(model, config.revision, files=["config.json"])
+        revision = config.revision if folder == model else None
         try:
             return AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
         except OSError as error:
             raise ValueError(
-                f"model.path={settings.path} is no folder with a config.json and cannot be reached on the hub: give "
-                "the values of its configuration as model.architecture, as configs/base/llama2_7b.yaml does"
+                f"model={model} is no folder with a config.json and cannot be reached on the hub: check the name, or "
+                "give its base.path and base.shape, as configs/base/llama2_7b.yaml does"
             ) from error
-    values = dict(values)
-    if settings.fresh is not None and "vocab_size" not in values and with_vocabulary:
+    values = dict(config.base.shape)
+    if model is None and "vocab_size" not in values and with_vocabulary:
         if config.data.tokenizer.train_vocab_size is None:
-            raise ValueError("the plan of a fresh model needs model.fresh.vocab_size: its tokenizer is not read")
+            raise ValueError("the plan of a fresh model needs base.shape.vocab_size: its tokenizer is not read")
         values["vocab_size"] = config.data.tokenizer.train_vocab_size
     if "model_type" not in values:
         raise ValueError("the model's configuration values have no model_type: name a family such as llama")

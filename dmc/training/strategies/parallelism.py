@@ -72,12 +72,12 @@ class Parallelism:
 
     def load(self, path: str, is_teacher: bool = False) -> Any:
         """Load the run's model, or one to learn from; without weights until it is divided where ranks hold parts."""
-        settings = self.run_config.model
+        config = self.run_config
         # DeepSpeed's engine holds one model only: each rank has all of a teacher.
-        reads_all = not self.holds_parts or (is_teacher and self.run_config.trainer.uses_deepspeed)
+        reads_all = not self.holds_parts or (is_teacher and config.trainer.uses_deepspeed)
         read = load_model if reads_all else empty_model
-        model = read(path, dtype=getattr(torch, settings.dtype), revision=self.revision_of(path))
-        return model if is_teacher or not settings.merge_kv_heads else merge_kv_heads(model, settings.merge_kv_heads)
+        model = read(path, dtype=getattr(torch, config.dtype), revision=self.revision_of(path))
+        return model if is_teacher or not config.merge_kv_heads else merge_kv_heads(model, config.merge_kv_heads)
 
     def parallelize(self, model: Any, path: str) -> None:
         """Divide a model, loaded from `path`, among the ranks, once these can talk to each other."""
@@ -90,7 +90,7 @@ class Parallelism:
 
     def revision_of(self, path: str) -> str | None:
         """Hub revision of a model: the run's where it is the model that the run starts from."""
-        return self.run_config.model.revision if path == self.run_config.model.path else None
+        return self.run_config.revision if path == self.run_config.model else None
 
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
         """Set rows, counted over all ranks, of a weight or bias to `values`, [rows, ...], where training goes on."""

@@ -167,7 +167,7 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     base = {**run_values, "compression": None, "output_dir": str(tmp_path / "base")}
     base["training"] = {**run_values["training"], "stages": {"pretrain": {"length": "4 steps"}}}
     path = train(build_config(RunConfig, base)).final
-    run_values["model"] = {"path": str(path)}
+    run_values["model"] = str(path)
     run_values["compression"] = FITTED | {"target_ratio": 2.0, "decision_scale": 2.0}
     run_values["training"] |= {"stages": {}, "regression_init": {"sequences": 4}}
     run = train(build_config(RunConfig, run_values))

@@ -13,7 +13,7 @@ from scripts_here import run_script
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.config import build_config
-from dmc.training.config import RunConfig
+from dmc.training.config import BaseConfig, RunConfig
 from dmc.training.planning import peak_memory
 from dmc.training.planning.planner import GIB, plan_table
 from dmc.training.run import train
@@ -25,7 +25,7 @@ STATE_NAMES = ("weights", "gradients", "optimizer states")
 
 
 def shape_of(config):
-    return AutoConfig.for_model(**config.model.fresh)
+    return AutoConfig.for_model(**config.base.shape)
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,11 @@ def shape_of(config):
         ("qwen3_8b", 8_190_735_360),
     ],
 )
-def test_architecture_of_every_model_option_has_the_published_number_of_weights(name, count):
-    architecture = yaml.safe_load((ROOT / "configs" / "base" / f"{name}.yaml").read_text())["architecture"]
+def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
+    shape = yaml.safe_load((ROOT / "configs" / "base" / f"{name}.yaml").read_text())["shape"]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-
-
-def test_every_model_option_with_a_hub_name_has_an_architecture():
-    for path in (ROOT / "configs" / "base").glob("*.yaml"):
-        values = yaml.safe_load(path.read_text())
-        assert (values.get("architecture") is None) == (values.get("path") in (None, "???")), path
 
 
 @pytest.mark.parametrize(
@@ -223,24 +217,24 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
 
 
 def test_a_plan_of_a_fresh_model_needs_its_vocabulary():
-    with pytest.raises(ValueError, match=r"needs model\.fresh\.vocab_size"):
-        plan(gpus(model__fresh={"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"needs base\.shape\.vocab_size"):
+        plan(gpus(base__shape={"model_type": "llama"}))
 
 
-def test_hub_name_without_a_hub_asks_for_the_architecture(monkeypatch):
+def test_hub_name_without_a_hub_asks_for_the_shape(monkeypatch):
     def unreachable(*_, **__):
         raise OSError("no network")
 
     monkeypatch.setattr("dmc.training.planning.start_checks.AutoConfig.from_pretrained", unreachable)
-    config = dataclasses.replace(gpus(), model=build_config(type(gpus().model), {"path": "some/name"}))
-    with pytest.raises(ValueError, match=r"some/name is no folder .* give .* model\.architecture"):
+    config = dataclasses.replace(gpus(), model="some/name")
+    with pytest.raises(ValueError, match=r"some/name is no folder .* give .* base\.shape"):
         plan(config)
 
 
 def test_folder_says_its_own_shape(tmp_path):
     AutoConfig.for_model(**SHAPE).save_pretrained(tmp_path)
-    values = {"path": str(tmp_path), "architecture": {"model_type": "llama", "vocab_size": 7}}
-    config = dataclasses.replace(gpus(), model=build_config(type(gpus().model), values))
+    base = BaseConfig(str(tmp_path), {"model_type": "llama", "vocab_size": 7})
+    config = dataclasses.replace(gpus(), model=base.path, base=base)
     assert plan(config).num_weights == plan(gpus()).num_weights
 
 
@@ -254,7 +248,7 @@ def test_folder_says_its_own_shape(tmp_path):
                 "trainer__strategy": "fsdp2",
                 "trainer__devices": 16,
                 "trainer__accumulate_locally": True,
-                "model__fresh": {**SHAPE, "hidden_size": 16384, "num_attention_heads": 128, "num_hidden_layers": 8},
+                "base__shape": {**SHAPE, "hidden_size": 16384, "num_attention_heads": 128, "num_hidden_layers": 8},
                 "training__micro_batch_size": 1,
             },
             "gradients on their way",
@@ -303,14 +297,14 @@ def test_every_llama_experiment_fits(name):
 
 @pytest.mark.parametrize("gate_input", ["neuron", "hidden"])
 def test_the_disk_is_told_as_a_run_of_gates_alone_fills_it(run_values, gate_input):
-    run_values["model"]["fresh"] |= {"hidden_size": 256, "head_dim": 64}
+    run_values["base"]["shape"] |= {"hidden_size": 256, "head_dim": 64}
     run_values["compression"] |= {"gate_input": gate_input, "action": "drop"}
     run_values["training"] |= {
         "stages": {"retrofit": {"length": "4 steps"}}, "gates_only": True, "calibrate": False, "snapshot_ratios": [2.0],
         "milestones": {"ratios": [3.0]}, "validate_every_steps": 100,
     }  # fmt: skip
     config = build_config(RunConfig, run_values)
-    values = {**run_values, "model": {"fresh": run_values["model"]["fresh"] | {"vocab_size": 300}}}
+    values = {**run_values, "base": {"shape": run_values["base"]["shape"] | {"vocab_size": 300}}}
     found = plan(build_config(RunConfig, values))
     folder = train(config).folder
 

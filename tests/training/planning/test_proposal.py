@@ -115,9 +115,9 @@ def operations(length=4096, **changes):
 
 @pytest.mark.parametrize("teacher", [None, {"path": "teacher"}])
 def test_what_a_plan_traces_grows_with_neither_delay_nor_length_nor_vocabulary(teacher):
-    wide = {**gpus().model.fresh, "vocab_size": 151_936}
+    wide = {**gpus().base.shape, "vocab_size": 151_936}
     counts = {
-        operations(length, compression={"delay": delay}, training__distillation=teacher, model__fresh=wide)
+        operations(length, compression={"delay": delay}, training__distillation=teacher, base__shape=wide)
         for delay in (16, 128, 256, 512)
         for length in (4096, 8192)
     }

@@ -8,7 +8,7 @@ import yaml
 from composing import CONFIGS, changed, composed, names, opening
 
 from dmc.config import build_config
-from dmc.training.config import PlannerConfig, RunConfig
+from dmc.training.config import BaseConfig, PlannerConfig, RunConfig
 from dmc.training.planning import planner
 from dmc.training.planning.start_checks import check_start
 from dmc.training.run import train
@@ -21,12 +21,11 @@ TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}
 def shipped(name):
     """Compose an experiment; a base that another experiment trains has the shape of the tiny model it is."""
     config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
-    if config.model.path is None or config.model.architecture is not None:
+    if config.model is None or config.model == config.base.path:
         return config
     tiny = "tiny_llama_32_heads" if name.startswith("study/") else "tiny_llama"
-    shape = composed(f"model={tiny}").model.fresh
-    architecture = {**(shape or {}), "vocab_size": config.data.tokenizer.train_vocab_size}
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+    shape = {**composed(f"base={tiny}").base.shape, "vocab_size": config.data.tokenizer.train_vocab_size}
+    return dataclasses.replace(config, base=BaseConfig(config.model, shape))
 
 
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
@@ -46,7 +45,7 @@ def test_the_70b_experiment_is_the_papers_on_256_ranks():
 @pytest.fixture
 def startable(run_values, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    run_values["model"]["fresh"] |= {"vocab_size": 300, "max_position_embeddings": 64}
+    run_values["base"]["shape"] |= {"vocab_size": 300, "max_position_embeddings": 64}
     return run_values
 
 
@@ -76,7 +75,7 @@ REFUSED = [
             "trainer.strategy": "fsdp2",
             "trainer.tensor_parallel_size": 4,
             "trainer.devices": 4,
-            "model.fresh.head_dim": 8,
+            "base.shape.head_dim": 8,
         },
         "num_key_value_heads=2 cannot be divided among 4 ranks evenly",
     ),
@@ -90,18 +89,18 @@ REFUSED = [
             "trainer.context_parallel_size": 2,
             "trainer.tensor_parallel_size": 2,
             "trainer.devices": 4,
-            "model.fresh.head_dim": 8,
+            "base.shape.head_dim": 8,
         },
         r"num_key_value_heads=2 cannot be divided among 2 \* 2 ranks evenly",
     ),
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
-    ({"model.fresh.model_type": "gpt2"}, "gpt2 cannot be retrofitted: expected a causal LM of one of llama"),
+    ({"base.shape.model_type": "gpt2"}, "gpt2 cannot be retrofitted: expected a causal LM of one of llama"),
     (
-        {"model.fresh.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        {"base.shape.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rope_type='dynamic' changes",
     ),
-    ({"model.fresh": {"vocab_size": 9}}, "no model_type"),
-    ({"model": {"path": "nowhere", "architecture": {"hidden_size": 8}}}, "no model_type"),
+    ({"base.shape": {"vocab_size": 9}}, "no model_type"),
+    ({"model": "nowhere", "base": {"path": "nowhere", "shape": {"hidden_size": 8}}}, "no model_type"),
     (
         {"training.stages": {"retrofit": {"length": "2 steps"}, "zero_out": {"length": "2 steps"}}},
         "zero_out removes the neuron the gates use",
@@ -129,7 +128,7 @@ def test_a_run_without_a_tokenizer_is_refused_as_it_is_composed(startable):
 
 def test_a_compressed_base_without_the_adapter_is_refused_by_plan_and_start(startable, make_compressed, tmp_path):
     make_compressed().save_pretrained(tmp_path / "base")
-    startable["model"] = {"path": str(tmp_path / "base")}
+    startable["model"] = str(tmp_path / "base")
     test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(
         startable, {"compression.gate_input": "hidden"}, "gate_input='hidden' cannot replace 'neuron'"
     )
@@ -143,11 +142,11 @@ def test_sequences_beyond_the_positions_of_the_model_are_told(startable, caplog)
 
 
 def test_a_vocabulary_that_only_the_tokenizer_knows_stops_no_start(startable):
-    del startable["model"]["fresh"]["vocab_size"]
+    del startable["base"]["shape"]["vocab_size"]
     check_start(configured(startable, {"data.tokenizer": {"path": "somewhere"}}), 1)
 
 
-def test_an_architecture_of_every_model_option_can_be_retrofitted():
+def test_every_base_with_a_hub_name_can_be_retrofitted():
     for name in names("base"):
-        if yaml.safe_load((CONFIGS / "base" / f"{name}.yaml").read_text()).get("architecture"):
+        if yaml.safe_load((CONFIGS / "base" / f"{name}.yaml").read_text()).get("path"):
             check_start(composed("experiment=llama2_7b_cr2", f"base={name}"), GPUS_OF_A_NODE)
