@@ -10,7 +10,7 @@ import pytest
 import torch
 from browser import CHROMIUM
 from fake_hub import serving
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import retrofit
 from dmc.compression import CompressionConfig
@@ -19,7 +19,6 @@ VOCAB_SIZE = 83
 TEXT_VOCAB_SIZE = 300
 HEAD_DIM = 16
 NUM_QUERY_HEADS = 4
-CONFIG_CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -50,7 +49,7 @@ def build_stock(family="llama", *, group=2, num_layers=2, seed=0, **changes):
     }
     if family == "mistral":
         options["sliding_window"] = None
-    config = CONFIG_CLASSES[family](**{**options, **changes})
+    config = AutoConfig.for_model(family, **{**options, **changes})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
