@@ -316,7 +316,7 @@ def smoke(slurm, settings, make_stock, tmp_path):
     texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
     train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
     run = [
-        "experiment=qwen3_8b_dms8", "base=pretrained", f"model.path={model}", "data=text_files",
+        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
         *[each for each in settings if "text.name" in each],
         f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
         "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",

@@ -31,7 +31,8 @@ def build(run_values, tmp_path):
     def run(name, ratio, *, seed=0, **training):
         values = copy.deepcopy(run_values) | {"output_dir": str(tmp_path / name), "seed": seed}
         values["compression"]["target_ratio"] = ratio
-        values["training"] |= {"stages": STAGES} | training
+        quick = {"checkpoint_every_steps": 100, "validate_every_steps": 100, "calibrate": False}
+        values["training"] |= {"stages": STAGES} | quick | training
         return build_config(RunConfig, values)
 
     return run

@@ -33,7 +33,6 @@ LAYOUTS = {
     "2 tensors": (2, {"strategy": "fsdp2", "tensor_parallel_size": 2}),
     "2 contexts": (2, {"strategy": "ddp", "context_parallel_size": 2}),
     "4 contexts": (4, {"strategy": "fsdp2", "context_parallel_size": 4}),
-    "2 x 2 contexts": (4, {"strategy": "fsdp2", "context_parallel_size": 2}),
     "2 copies of 2 contexts": (4, {"strategy": "hsdp", "shard_size": 2, "context_parallel_size": 2}),
     "2 contexts x 2 tensors": (4, {"strategy": "fsdp2", "context_parallel_size": 2, "tensor_parallel_size": 2}),
 }

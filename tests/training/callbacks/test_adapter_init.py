@@ -197,7 +197,7 @@ TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
         (FITTED | {"gate_input": "both"}, FIT, {}, "gate_input=hidden"),
         (FITTED, FIT, {"strategy": "deepspeed_zero3"}, r"regression_init with trainer\.strategy=deepspeed_zero3"),
         (FITTED, FIT | MEASURED, {}, r"leave out training\.sensitivity_init"),
-        (FITTED, {"stages": {}}, {}, r"stages is empty: give at least one stage, or"),
+        (FITTED, {"stages": {}}, {}, r"stages is empty: give a stage a length, or"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
