@@ -112,7 +112,7 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
         ("policy=h20,ratio=4", "policy[0]='h20' is not in configs/policy; did you mean 'h2o'?"),
         ("policy=h2o", "H2O needs a budget"),
         ("ratio=4", "the full cache has no budget"),
-        ("policy=h2o,ratio=4,policy.recnt=3", "unexpected keyword argument 'recnt'"),
+        ("policy=h2o,ratio=4,policy.recnt=3", "unknown setting recnt: did you mean 'recent'?"),
         ("polcy=h2o", "model_args: 'polcy' is unknown; did you mean 'policy'?"),
         ("engine.block_size=0", "engine.block_size=0: expected greater than or equal to 1"),
     ],
