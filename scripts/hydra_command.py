@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 PACKAGE = Path(*importlib.util.find_spec("dmc").submodule_search_locations)  # type: ignore
 CONFIGS = next(path / "configs" for path in (PACKAGE.parent, PACKAGE) if (path / "configs" / "train.yaml").is_file())
+QUOTES = """; quote a list or mapping for the shell, 'models={base: DIR}', and text twice, 'prompt="f(x), y"'"""
+ADVICE = r" (Config search path|See https://hydra.cc|To append to your default list).*?(?=; quote|$)"
+"""What Hydra adds to its errors: folders, a link, and how to add a group that a command does not know."""
 SHOWS_STACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -37,6 +42,8 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
         def main() -> None:
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
+            if unknown := get_args_parser().parse_known_args()[1]:
+                sys.exit(f"error: {unknown[0]}: settings are NAME=VALUE, without dashes and side by side; see --help")
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(task)()
             except Exception as error:
@@ -53,17 +60,39 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
 
 def exit_in_one_line(error: Exception) -> None:
     """End the process with what Hydra says of a setting, or as `dmc` ends it."""
-    cause: Any = error.__cause__
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+    message = " ".join(str(error).split())
+    if "Got NoneType" in message:  # from compression=null
+        message = f"{', '.join(word for word in sys.argv if word.endswith('=null'))}: ~NAME leaves a group out"
+    elif not isinstance(error, (HydraException, OmegaConfBaseException)):
         from dmc.config.command_line import errors_in_one_line
 
         with errors_in_one_line():
             raise error
-    if getattr(cause, "parent_node", None) is not None and cause.key not in cause.parent_node:
-        close = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(map(str, cause.parent_node))}"
-        sys.exit(f"error: unknown setting {cause.full_key}: {hint}")
-    sys.exit(f"error: {' '.join(str(error).split('Config search path')[0].split())}")
+    cause: Any = error.__cause__
+    if isinstance(getattr(cause, "parent_node", None), DictConfig) and cause.key not in cause.parent_node:
+        message = (
+            f"unknown setting {cause.full_key}: {_hint(str(cause.key), OmegaConf.to_container(cause.parent_node))}"
+        )
+    elif "override_grammar" in message:
+        message += QUOTES
+    sys.exit(f"error: {re.sub(ADVICE, '', message)}")
+
+
+def _hint(name: str, values: Any) -> str:
+    """Return what may have been meant: a setting of this name further down, the closest one here, or any one here."""
+    below = [path for path in _paths(values) if path.endswith(f".{name}")]
+    if close := min(below, key=lambda path: path.count("."), default=None):
+        return f"did you mean {close!r}?"
+    if found := difflib.get_close_matches(name, map(str, values), n=1):
+        return f"did you mean {found[0]!r}?"
+    known = ", ".join(str(key) for key in values if key != "hydra")
+    return f"expected one of {known}" if known else "the setting above it is a single value"
+
+
+def _paths(values: Any) -> list[str]:
+    """List the names of all settings, such as `stages.retrofit.length`."""
+    items = values.items() if isinstance(values, dict) else ()
+    return [path for key, below in items for path in (str(key), *(f"{key}.{path}" for path in _paths(below)))]
 
 
 def console() -> None:

@@ -22,8 +22,8 @@ def benchmark(values: dict[str, Any]) -> str:
     """Measure what the settings name, and return the report."""
     server, load = values.pop("server"), values.pop("load")
     if server is not None:
-        store = Store(Path(values["output"]) / "cells.jsonl")
-        rows = run_load(build_config(LoadConfig, {"server": server, **load}), store.append)
+        path = Path(values["output"]) / "cells.jsonl"
+        rows = run_load(build_config(LoadConfig, {"server": server, **load}), lambda row: Store(path).append(row))
         table = pandas.DataFrame({row["method"]: row["metrics"] for row in rows})
         return str(table.to_string(float_format=lambda value: f"{value:.4g}"))
     config = build_config(BenchmarkConfig, values)

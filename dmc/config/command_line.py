@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -32,6 +33,7 @@ INPUT_ERRORS = (
     HydraException,
     OmegaConfBaseException,
     SafetensorError,
+    StrictDataclassError,  # a model's configuration that contradicts itself
 )
 """Errors of wrong settings and damaged files; any other error is a defect, and shows its stack."""
 
@@ -101,10 +103,11 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks; of an OmegaConf error only the part about the value."""
+    """Return an error's message without line breaks; of an OmegaConf error the setting and what is wrong with it."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
-    return " ".join(kept) or type(error).__name__
+    setting = getattr(error, "full_key", None)
+    return (f"{setting}: " if setting else "") + (" ".join(kept) or type(error).__name__)
 
 
 def _warning_in_one_line(

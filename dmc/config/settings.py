@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
@@ -48,6 +49,9 @@ def _check_folder(folder: str) -> str:
     for path in (Path(folder), *Path(folder).parents):
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; give a folder")
+    existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"{existing} cannot be written to")
     return folder
 
 

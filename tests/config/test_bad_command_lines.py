@@ -24,6 +24,8 @@ CASES = """
 generate|prompt=ab|give a value for model
 generate|model=WORLD/nowhere prompt=ab|nowhere
 generate|model=WORLD/broken prompt=ab|config.json
+generate|model=STOCK prompt='f(x)'|'prompt="f(x), y"'
+generate|GENERATE base=tiny_llama|Could not override 'base'. No match in the defaults list.
 generate|GENERATE max_new_tokens=2.5|max_new_tokens
 generate|GENERATE top_k=few|top_k
 generate|GENERATE kernels=nonesuch|nonesuch
@@ -32,10 +34,18 @@ generate|GENERATE policy=h2o|H2O needs a budget
 generate|GENERATE policy=h2o budget=4 policy.recent=-1|recent
 generate|GENERATE +policy._target_=nowhere.Policy budget=4|No module named 'nowhere'
 generate|GENERATE max_new_tokns=2|unknown setting max_new_tokns: did you mean 'max_new_tokens'?
+train|TRAIN model.path=STOCK|unknown setting model.path: the setting above it is a single value
+train|TRAIN model=WORLD/nowhere|model=WORLD/nowhere is no folder
+train|TRAIN base.shape.hidden_size=3 model=null data.tokenizer.path=STOCK|hidden size (3)
+train|TRAIN batch_size=8|unknown setting batch_size: did you mean 'training.batch_size'?
+train|TRAIN --training.batch_size=8|settings are NAME=VALUE, without dashes
+train|TRAIN compression=null|compression=null: ~NAME leaves a group out
+train|TRAIN output_dir='out/${now}'|output_dir: Interpolation key 'now' not found
+train|TRAIN callbacks=[evaluation] callbacks.evaluation.every_steps=0|every_steps=0
 train|TRAIN training.learning_rte=1|unknown setting training.learning_rte: did you mean 'learning_rate'?
 train|TRAIN training.learning_rate=-1|learning_rate=-1: expected greater than 0
 train|TRAIN training.stages.retrofitt.length=5|did you mean 'retrofit'?
-train|TRAIN training.stages.retrofit.length=5|retrofit.length=5: expected a valid string
+train|TRAIN training.stages.retrofit.length=250|retrofit.length=250: expected a number and its unit: '250 steps'
 train|TRAIN training.stages.retrofit.length='5 stepz'|length=5 stepz: expected a number and its unit: '250 steps'
 train|TRAIN +training.stages.solidify.ramp_to=4.0|for the retrofit stage only
 train|TRAIN +trainer.lightning.max_steps=5|use training.stages
@@ -54,6 +64,7 @@ export|run=WORLD/nowhere output=out|run.json
 export|run=WORLD/keys_run output=out|modle
 export|run=WORLD/keys_run output=out overwrite=perhaps|overwrite='perhaps': expected a valid boolean
 export|run=WORLD/keys_run output=TEXT|text.txt is a file
+benchmark|server=http://127.0.0.1:9 output=out|does not answer
 plan|model=STOCK gpu=0|gpu=0: expected greater than 0
 report|folders=WORLD|expected a valid list
 compare|COMPARE policies=[full,h20]|did you mean 'h2o'?
@@ -87,7 +98,7 @@ def world(tmp_path_factory):
 def test_a_bad_command_line_ends_in_one_line_before_anything_is_written(case, world, tmp_path, monkeypatch):
     script, settings, expected = case.split("|")
     for name, text in {**WORDS, "STOCK": f"{world}/stock", "TEXT": f"{world}/text.txt", "WORLD": str(world)}.items():
-        settings = settings.replace(name, text)
+        settings, expected = settings.replace(name, text), expected.replace(name, text)
     monkeypatch.chdir(tmp_path)
     if CASES.index(case) % 20 == 0:  # a real process
         command = [sys.executable, SCRIPTS / f"{script}.py", *shlex.split(settings)]

@@ -1,6 +1,7 @@
 """Checked dataclasses: every number of a run is one, and an error of one line names its setting."""
 
 import dataclasses
+import os
 import typing
 
 import pytest
@@ -70,6 +71,12 @@ def test_an_output_that_is_a_file_or_in_one_is_refused(tmp_path):
     for path in (tmp_path / "notes", tmp_path / "notes" / "new"):
         with pytest.raises(ValueError, match=f"^output={path}: {tmp_path / 'notes'} is a file; give a folder$"):
             Written(str(path))
+
+
+def test_an_output_in_a_folder_of_others_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"^output={tmp_path / 'new'}: {tmp_path} cannot be written to$"):
+        Written(str(tmp_path / "new"))
 
 
 def test_a_hint_is_the_closest_name_or_all():

@@ -82,8 +82,8 @@ def score_answers(model: Any, samples: Sequence[Sample], batch_size: int, sharin
 class EvaluationConfig:
     """Settings of evaluations during training."""
 
-    tasks: Annotated[Named[dict[str, Any]], Field(min_length=1)]
-    """Tasks with one right answer by name, as in `configs/task`."""
+    tasks: Annotated[Named[Any], Field(min_length=1)]
+    """Tasks with one right answer by name; in settings each is as in `configs/task`."""
     every_steps: Count = 1000
     """Optimizer steps between two."""
     ratios: list[Ratio] = field(default_factory=list)
@@ -106,10 +106,9 @@ class Evaluation(AfterStep):
 
     def __init__(self, tasks: Mapping[str, Any], every_steps: int = 1000, ratios: Collection[float] = ()) -> None:
         self.settings = EvaluationConfig(dict(tasks), every_steps, [*ratios])
-        self.tasks: dict[str, Any] = {}
-        for name, settings in self.settings.tasks.items():
-            self.tasks[name] = instantiate(settings, f"tasks.{name}")
-            if not isinstance(self.tasks[name], Asking):
+        self.tasks = self.settings.tasks
+        for name, task in self.tasks.items():
+            if not isinstance(task, Asking):
                 raise ValueError(f"tasks.{name} has no right answers: take needle, passkey, key_value or recall")
         self._samples: dict[str, list[Sample]] = {}
         self._steps: set[int] = set()

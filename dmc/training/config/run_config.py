@@ -51,7 +51,7 @@ class RunConfig:
     """Loggers of Lightning by name, each a mapping with a `_target_`; CSV files are written without one too."""
     callbacks: Named[dict[str, Any]] = field(default_factory=dict)
     """Further callbacks of Lightning by name, each a mapping with a `_target_`."""
-    output_dir: OutputFolder = "outputs/run"
+    output_dir: Annotated[str, Field(min_length=1)] = "outputs/run"
     use_previous_checkpoint: StrictBool = False
     """Whether to continue from the previous checkpoint if the last one is damaged; False: refuse."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 0
@@ -191,4 +191,6 @@ def run_config(values: Mapping[str, Any]) -> RunConfig:
         ValueError: a setting is unknown, missing or out of range.
     """
     values = {name: value for name, value in values.items() if name not in ("plan", "planner")}
-    return build_config(RunConfig, values | {"compression": values.get("compression") or None})
+    config = build_config(RunConfig, values | {"compression": values.get("compression") or None})
+    build_config(OutputFolder, config.output_dir, "output_dir")  # here, for a run that is read may lie anywhere
+    return config

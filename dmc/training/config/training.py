@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.compression import HeadAgreement
 from dmc.config.settings import Count, NonNegative, Ratio, Share, checked_dataclass
@@ -38,8 +38,8 @@ def read_length(length: str) -> tuple[float, str]:
     return number, match[3]
 
 
-def _check_length(length: str) -> str:
-    read_length(length)
+def _check_length(length: Any) -> Any:
+    read_length(str(length))
     return length
 
 
@@ -47,7 +47,7 @@ def _check_length(length: str) -> str:
 class StageConfig:
     """One stage of a run."""
 
-    length: Annotated[str, AfterValidator(_check_length)]
+    length: Annotated[str, BeforeValidator(_check_length)]
     """A number and its unit: `250 steps`; `8B tokens`, rounded to full steps; or tokens for each +1 of target CR,
     `24B tokens_per_ratio`: CR 4 has 72B tokens."""
     learning_rate: Rate | None = None

@@ -52,6 +52,9 @@ def test_answers_are_scored_as_a_cache_decodes_them(gates, make_stock, make_comp
     assert score.loss == pytest.approx(fmean(-float(each.logprobs.double().mean()) for each in scorings), abs=1e-4)
 
 
+STDLIB = {"_target_": "dmc.data.StandardLibrarySource"}
+
+
 @pytest.fixture
 def evaluated(run_values):
     source = {"_target_": "dmc.data.TextSource", "name": "of a split for reports, which is not there"}
@@ -123,8 +126,11 @@ def test_ranks_divide_the_questions_under_every_strategy(evaluated, tmp_path):
     [
         ({"tasks": {}}, "tasks"),
         ({"every_steps": 0}, "every_steps=0"),
-        ({"tasks": {"needle": {"_target_": "dmc.results.tasks.Needle"}}}, "tasks.needle.*'haystack' is missing"),
-        ({"tasks": {"loss": {"_target_": "dmc.results.tasks.TextLoss", "source": "x"}}}, "loss"),
+        (
+            {"tasks": {"needle": {"_target_": "dmc.results.tasks.Needle"}}},
+            "callbacks.evaluation .*setting haystack is missing",
+        ),
+        ({"tasks": {"loss": {"_target_": "dmc.results.tasks.TextLoss", "source": STDLIB}}}, "tasks.loss has no right"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_the_run_is_recorded(evaluated, changes, said):

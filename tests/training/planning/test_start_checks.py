@@ -63,7 +63,7 @@ REFUSED = [
         {"data.streaming": True, "data.train": {"own": {"_target_": "dmc.data.MegatronSource", "prefix": "corpus"}}},
         r"data.train.own is MegatronSource, which cannot be streamed",
     ),
-    ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"has no TextSauce; did you mean"),
+    ({"data.train": {"x": {"_target_": "dmc.data.TextSauce"}}}, r"Are you sure that 'TextSauce' is importable"),
     ({"data.calibration": {"x": {}}}, "data.calibration.x has no _target_"),
     ({"trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2}, "does not divide the 1 devices"),
     (
