@@ -16,7 +16,7 @@ from dmc.budget import Budget
 from dmc.compression import CompressionConfig
 from dmc.kernels import BACKENDS
 from dmc.models.build import random_model, twin
-from dmc.runtime.sampling import choose_tokens
+from dmc.runtime.sampling import Choice, Sampling, distributions
 
 GATES: dict[str, dict[str, Any]] = {
     "merge": {},
@@ -118,10 +118,15 @@ def sampler_case(place: Any, **options: Any) -> tuple[Tensor, list[SamplingParam
     return logits.to(place.device), params, torch.rand(len(logits), generator=generator).tolist()
 
 
+def choose_tokens(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Choice:
+    """Choose as a step does whose distributions are not flat."""
+    return distributions(logits, params)[0].choose(Sampling.of(params, uniforms, logits.shape[-1]))
+
+
 def check_sampler(place: Any) -> dict[str, Any]:
     """Draw with top_p, and by its definition in float64."""
     logits, params, uniforms = sampler_case(place, temperature=0.7, top_p=0.9)
-    chosen = choose_tokens(logits, params, uniforms)[0].tokens.tolist()
+    chosen = choose_tokens(logits, params, uniforms).tokens.tolist()
     equal = 0
     for token, row_of_logits, uniform in zip(chosen, logits.double().cpu(), uniforms, strict=True):
         share = (row_of_logits / 0.7).softmax(-1)

@@ -82,6 +82,6 @@ class EngineOptions:
     prefill_chunk_size: Count | None = None
     token_budget: Count | None = 2048
     prefix_cache: StrictBool = False
-    cuda_graphs: StrictBool = False
+    cuda_graphs: StrictBool | Literal["auto"] = False
     compile: StrictBool = False
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
