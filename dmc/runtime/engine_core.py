@@ -90,7 +90,8 @@ class EngineCore:
         begin = 0
         for chunk, request in zip(chunks, requests, strict=True):
             end = begin + chunk.num_logits
-            begin += request.take(logits[begin:end])
+            if request.forced.is_waiting:
+                begin += request.take(logits[begin:end])
             if begin < end:
                 to_sample += [request] if request.logprobs else self._fork(request)
                 rows += [begin] * (len(to_sample) - len(rows))
@@ -174,9 +175,10 @@ class EngineCore:
                 is_valid = found is not None and bool(found.log_probs[index].isfinite().any())
                 self._fail(request, errors.get(index) or _not_finite(request), is_valid)
                 continue
-            likely = list(zip(map(int, top[::2]), top[1::2], strict=True))
+            num_top = 2 * request.params.top_logprobs
             try:
-                event = request.accept(int(token), logprob, dict(likely[: request.params.top_logprobs]))
+                likely = dict(zip(map(int, top[:num_top:2]), top[1:num_top:2], strict=True)) if num_top else {}
+                event = request.accept(int(token), logprob, likely)
             except Exception as error:  # of its tokenizer
                 self._fail(request, error, cache_is_valid=True)
                 continue

@@ -242,12 +242,11 @@ class Runner:
         else:
             logits = self._pass_of(chunks, rows, begins, counts)
         self.cache.tokens_seen[rows] += torch.tensor(counts)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.held.add(
-                sequence.num_computed_tokens + chunk.first_logit_position, chunk.num_logits, self.cache.layout.delay
-            )
-            sequence.num_computed_tokens += len(chunk.tokens)
+        delay = self.cache.layout.delay
+        for chunk, begin, count in zip(chunks, begins, counts, strict=True):
+            first, sequence = chunk.first_logit_position, chunk.sequence
+            sequence.held.add(begin + first, count - first, delay)
+            sequence.num_computed_tokens = begin + count
         return logits, packed
 
     def _pass_of(self, chunks: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:

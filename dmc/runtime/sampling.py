@@ -75,16 +75,6 @@ def new_generator(params: SamplingParams, ranks: Ranks, index: int = 0) -> torch
     return torch.Generator().manual_seed((seed + index) % 2**64)
 
 
-def next_uniform(params: SamplingParams, generator: torch.Generator | None) -> float:
-    """Draw the uniform number that selects a row's next token; a greedy row draws none.
-
-    Args:
-        params: parameters of the row.
-        generator: generator on the CPU; None: torch's default generator.
-    """
-    return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
-
-
 class Sampling(NamedTuple):
     """Settings by which the next tokens of all rows are chosen."""
 
@@ -98,21 +88,22 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
         """Combine the parameters of all rows; few widths and numbers occur, since each is recorded by itself."""
-        width = max((_width(row, vocab_size) for row in params if row.temperature > 0), default=-1)
-        numbers = [(row.temperature, row.top_k or 0, row.top_p, row.min_p) for row in params]
-        settings = [(*values, uniform) for values, uniform in zip(numbers, uniforms, strict=True)]
+        numbers = [row.numbers for row in params]
+        width = max((_width(row, vocab_size) for row in set(numbers) if row[0] > 0), default=-1)
+        settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
         num_top = max((row.top_logprobs for row in params), default=0)
         num_top = min(_rounded(num_top, (0, 20), vocab_size), vocab_size)
         return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
 
 
-def _width(params: SamplingParams, vocab_size: int) -> int:
-    if params.top_k is None and params.top_p == 1:
-        return min(64, vocab_size) if params.min_p else 0
-    return min(_rounded(params.top_k or CANDIDATES, (64, CANDIDATES), vocab_size), vocab_size)
+def _width(numbers: tuple[float, float, float, float], vocab_size: int) -> int:
+    _, top_k, top_p, min_p = numbers
+    if not top_k and top_p == 1:
+        return min(64, vocab_size) if min_p else 0
+    return min(_rounded(top_k or CANDIDATES, (64, CANDIDATES), vocab_size), vocab_size)
 
 
-def _rounded(number: int, steps: tuple[int, ...], otherwise: int) -> int:
+def _rounded(number: float, steps: tuple[int, ...], otherwise: int) -> int:
     return next((step for step in steps if number <= step), otherwise)
 
 

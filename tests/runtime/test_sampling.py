@@ -6,9 +6,14 @@ import torch
 import transformers
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import CANDIDATES, History, Sampling, distributions, next_uniform
+from dmc.runtime.request import Request, Sequence
+from dmc.runtime.sampling import CANDIDATES, History, Sampling, distributions
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
+
+
+def next_uniform(params, generator):
+    return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
 
 
 def choose_or_fail(logits, params, generators, histories=None):
@@ -149,12 +154,17 @@ def test_an_impossible_token_is_never_drawn():
         assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
-def test_greedy_rows_take_nothing_from_a_generator():
-    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    before = generators[0].get_state()
-    choose(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
-    assert torch.equal(generators[0].get_state(), before)
-    assert not torch.equal(generators[1].get_state(), before)
+def test_a_request_draws_as_one_by_one_and_a_greedy_one_nothing():
+    generators = [torch.Generator().manual_seed(1) for _ in range(3)]
+    greedy, sampled = (
+        Request(Sequence([], 0), [], SamplingParams(temperature=temperature, max_new_tokens=99), generator)
+        for temperature, generator in zip((0.0, 1.0), generators, strict=False)
+    )
+    for _ in range(70):
+        assert greedy.uniform == 0
+        assert sampled.uniform == sampled.uniform == next_uniform(sampled.params, generators[2])
+        sampled.accept(1, 0.0, {})
+    assert torch.equal(generators[0].get_state(), torch.Generator().manual_seed(1).get_state())
 
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept_too():
