@@ -146,6 +146,11 @@ class DecodeSteps:
         inputs.copy_(given, non_blocking=True)
         return self._steps[size, mode][1]()
 
+    @property
+    def num_recorded(self) -> int:
+        """Number of steps that have been recorded, and are replayed."""
+        return 0 if self._record is None else sum(is_recorded for *_, is_recorded in self._steps.values())
+
     def _recorded(self, step: Callable[[], Result]) -> Callable[[], Result]:
         assert self._record is not None
         try:
@@ -274,6 +279,11 @@ class Runner:
         return self._decode_steps is not None and all(
             len(chunk.tokens) == chunk.num_logits == 1 and chunk.phase == GENERATED for chunk in chunks
         )
+
+    @property
+    def num_recorded_steps(self) -> int:
+        """Number of steps, by their sizes, that are replayed now."""
+        return 0 if self._decode_steps is None else self._decode_steps.num_recorded
 
     def packed(self, choice: Choice) -> Tensor:
         """Lay out all that the host reads of a step: `Choice.as_rows` and a row of free blocks, [S + 1, columns]."""
