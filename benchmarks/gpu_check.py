@@ -32,7 +32,7 @@ from unittest.mock import patch
 import decode_kernels
 import torch
 import training_kernels
-from parity import GATES, LARGEST_DIFFERENCE, Rows, check_serving, row, sampler_case
+from parity import GATES, LARGEST_DIFFERENCE, Rows, check_serving, choose_tokens, row, sampler_case
 from timings import Case, medians
 from torch import Tensor
 
@@ -44,7 +44,6 @@ from dmc.models.masked_attention import masked_attention
 from dmc.models.modeling import for_unpadded
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
 from dmc.results.provenance import provenance
-from dmc.runtime.sampling import choose_tokens
 from dmc.training.flops import peak_flops
 
 OUTPUT = "outputs/gpu_check"

@@ -16,7 +16,7 @@ from dmc.budget import Budget
 from dmc.compression import CompressionConfig
 from dmc.kernels import BACKENDS
 from dmc.models.build import random_model, twin
-from dmc.runtime.sampling import choose_tokens
+from dmc.runtime.sampling import Choice, Sampling, distributions
 
 GATES: dict[str, dict[str, Any]] = {
     "merge": {},
@@ -104,6 +104,7 @@ def check_serving(place: Any) -> Rows:
         for dtype in place.dtypes:
             yield from _of_dtype(place, dtype)
     yield check_sampler(place)
+    yield check_graphs(place)
     if place.has_triton:
         missing = [name for name, count in counts.items() if not count]
         ran = f"never ran: {', '.join(missing)}" if missing else "each one's launches: " + _listed(counts)
@@ -118,10 +119,15 @@ def sampler_case(place: Any, **options: Any) -> tuple[Tensor, list[SamplingParam
     return logits.to(place.device), params, torch.rand(len(logits), generator=generator).tolist()
 
 
+def choose_tokens(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Choice:
+    """Choose as a step does whose distributions are not flat."""
+    return distributions(logits, params)[0].choose(Sampling.of(params, uniforms, logits.shape[-1]))
+
+
 def check_sampler(place: Any) -> dict[str, Any]:
     """Draw with top_p, and by its definition in float64."""
     logits, params, uniforms = sampler_case(place, temperature=0.7, top_p=0.9)
-    chosen = choose_tokens(logits, params, uniforms)[0].tokens.tolist()
+    chosen = choose_tokens(logits, params, uniforms).tokens.tolist()
     equal = 0
     for token, row_of_logits, uniform in zip(chosen, logits.double().cpu(), uniforms, strict=True):
         share = (row_of_logits / 0.7).softmax(-1)
@@ -131,6 +137,44 @@ def check_sampler(place: Any) -> dict[str, Any]:
         equal += token == int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
     holds = equal >= len(chosen) - 1  # a token at the edge of the mass may be in or out
     return row("top_p, tokens of its definition", equal, f"of {len(chosen)}", holds=holds)
+
+
+def check_graphs(place: Any) -> dict[str, Any]:
+    """Recorded steps of two engines in turns, one of them dropped and made again, and the tokens of eager ones.
+
+    Batches fill their bucket, so that products have the shapes of eager steps.
+    """
+    model = retrofit(random_model(place.shape(2), place.dtype, place.device), CompressionConfig())
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(model.config.vocab_size, (4, place.size(200, 9)), generator=generator).tolist()
+    length = place.size(60, 5)
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 1},
+        {"seed": 2, "top_k": 40},
+        {"seed": 3, "top_p": 0.9},
+    ]
+    params = [SamplingParams(max_new_tokens=length, ignore_eos=True, **wish) for wish in wishes]
+
+    def engine(graphs: Any) -> Engine:
+        return Engine(model, memory=place.size(2**29, 2**22), max_batch_size=4, cuda_graphs=graphs)
+
+    expected = [each.token_ids for each in engine(False).generate(prompts, params)]
+    first, second = engine("auto"), engine("auto")
+    equal = recorded = 0
+    for turn in range(3):
+        if turn == 2:
+            first = engine("auto")
+        requests = [(one, one.submit(*asked)) for asked in zip(prompts, params, strict=True) for one in (first, second)]
+        while any(request.generation is None for _, request in requests):
+            first.step()
+            second.step()
+        for index, (one, request) in enumerate(requests):
+            assert request.generation is not None
+            equal += request.generation.token_ids == expected[index // 2]
+            recorded += one._runner.num_recorded_steps > 0
+    holds = equal == 24 and (place.device == "cpu" or recorded == 24)
+    return row("CUDA graphs, two engines, tokens of eager steps", equal, "of 24", f"recorded {recorded}", holds=holds)
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -16,7 +16,7 @@ from dmc.models.tensor_parallel import load_shard
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine, SamplingParams
 
-STORAGE = ("block_size", "memory", "kernels", "kv_cache_dtype")
+STORAGE = ("block_size", "memory", "kernels", "cuda_graphs", "compile", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 
 
@@ -41,6 +41,8 @@ class GenerateConfig:
     block_size: Any = 16
     memory: Any = None
     kernels: Any = "auto"
+    cuda_graphs: Any = "auto"
+    compile: Any = False
     kv_cache_dtype: Any = "auto"
 
 

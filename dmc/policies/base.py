@@ -164,6 +164,11 @@ class CachePolicy:
         return True
 
     @property
+    def decodes_on_device(self) -> bool:
+        """Whether feeding a generated token asks the host for nothing, so that the step can be recorded."""
+        return False
+
+    @property
     def prompt_chunk(self) -> int | None:
         """Number of prompt tokens that chunked prefill must not split; None: a prompt may be split anywhere."""
         return None

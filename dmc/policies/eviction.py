@@ -59,6 +59,11 @@ class EvictionPolicy(CachePolicy):
         return self.evicts_decoding
 
     @property
+    def decodes_on_device(self) -> bool:
+        """See `CachePolicy`."""
+        return not self.evicts_decoding
+
+    @property
     def serves_compressed(self) -> bool:
         """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
         return not self.evicts_decoding and not self.sums

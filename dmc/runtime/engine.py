@@ -71,8 +71,7 @@ class Engine:
     Args:
         model: from `retrofit`, `load_model` or `AutoModelForCausalLM`, in eval mode.
         tokenizer: needed for prompts given as text, and for stop strings.
-        policy: training-free method, such as `dmc.policies.H2O`; None, or a ratio of 1: what the model's own gates do
-            (full cache for a stock model).
+        policy: such as `dmc.policies.H2O`; None, or a ratio of 1: what the model's own gates do, or the full cache.
         block_size: entries per page.
         memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
             what is free beside the activations of the largest pass, no more than `max_batch_size` sequences of the
@@ -87,8 +86,8 @@ class Engine:
         compile: whether the decoder layers are compiled by torch.compile, around their attention, in passes that only
             decode; the first such passes, with one sequence and with several, take the seconds of it.
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
-            and replayed, the choice of tokens included; with the full cache, or gates alone, on one GPU. The model may
-            not wait for the device, as most mixtures of experts do.
+            and replayed, the choice of tokens included; "auto": where they can be, not under policies that act while
+            generating. A model that waits for the device goes on without them, with a warning.
         kv_cache_dtype: what keys and values of slots are stored in: "auto", the model's dtype, or "int8", 8 bits and a
             float32 factor for each key and each value, rounded when they are written. Raw tokens and sums that gates
             keep beside the slots stay as they are.
@@ -109,7 +108,7 @@ class Engine:
         prefill_chunk_size: int | None = None,
         token_budget: int | None = 2048,
         prefix_cache: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         compile: bool = False,
         kv_cache_dtype: str = "auto",
     ) -> None:
@@ -125,16 +124,19 @@ class Engine:
             policy.check_dtype(kv_cache_dtype)
         layout = layout_of(model, policy).stored_as(kv_cache_dtype)
         if cuda_graphs and (reason := why_not_recorded(layout, policy, model.config)) is not None:
-            raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
+            if cuda_graphs != "auto":
+                raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
+            cuda_graphs = False
         if compile and (reason := why_not_compiled(model, layout)) is not None:
             raise ValueError(f"compile=True: {reason}; use compile=False")
         num_blocks = _num_blocks(options, model.config, layout, has_policy=policy is not None)
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
-        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, has_scratch_row=cuda_graphs)
+        recorded_length = context_length(model.config) if cuda_graphs else None
+        self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, recorded_length)
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
-        record = GpuRecorder() if cuda_graphs else None
+        record = GpuRecorder(layout.device) if cuda_graphs else None
         self._runner = Runner(model, self.cache, kernels, policy, record, compiles=compile)
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)

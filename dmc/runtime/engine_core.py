@@ -14,7 +14,7 @@ from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.generation import FinishReason, GenerationStats
 from dmc.runtime.request import Request, Sequence, TokenEvent
 from dmc.runtime.runner import Runner
-from dmc.runtime.sampling import Sampling, choose_tokens, new_generator
+from dmc.runtime.sampling import Distributions, Sampling, distributions, new_generator
 from dmc.runtime.scheduler import ScheduledChunk, Scheduler
 from dmc.runtime.tally import Held
 
@@ -78,16 +78,20 @@ class EngineCore:
         """
         requests = [self.by_sequence[chunk.sequence] for chunk in chunks]
         if self.runner.is_recorded(chunks) and all(map(_needs_logits_alone, requests)):
-            params, uniforms = [request.params for request in requests], [request.uniform for request in requests]
-            packed = self.runner.forward(chunks, Sampling.of(params, uniforms, self._vocab_size))
-            return self._accept(requests, packed)
-        logits = self.runner.forward(chunks)
+            sampling = self._sampling(requests)
+            log_probs, packed = self.runner.forward(chunks, sampling)
+            assert packed is not None
+            found = None if log_probs is None else Distributions(log_probs, log_probs)
+            return self._accept(requests, packed, sampling, found)
+        logits, _ = self.runner.forward(chunks)
+        assert logits is not None
         to_sample: list[Request] = []
         rows: list[int] = []
         begin = 0
         for chunk, request in zip(chunks, requests, strict=True):
             end = begin + chunk.num_logits
-            begin += request.take(logits[begin:end])
+            if request.forced.is_waiting:
+                begin += request.take(logits[begin:end])
             if begin < end:
                 to_sample += [request] if request.logprobs else self._fork(request)
                 rows += [begin] * (len(to_sample) - len(rows))
@@ -122,41 +126,59 @@ class EngineCore:
                 raise
         return copies
 
+    def _sampling(self, requests: list[Request]) -> Sampling:
+        uniforms = [request.uniform for request in requests]
+        return Sampling.of([request.params for request in requests], uniforms, self._vocab_size)
+
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
-        params, uniforms = [request.params for request in requests], [request.uniform for request in requests]
         histories = [request.history(logits.shape[-1], logits.device) for request in requests]
-        choice, errors = choose_tokens(logits, params, uniforms, histories)
-        return self._accept(requests, self.runner.packed(choice), errors, logits)
+        found, errors = distributions(logits, [request.params for request in requests], histories)
+        sampling = self._sampling(requests)
+        packed = self.runner.packed(found.choose(sampling))
+        return self._accept(requests, packed, sampling, found, errors)
+
+    def _read(self, packed: Tensor, sampling: Sampling, count: int, found: Distributions | None) -> list[list[float]]:
+        """Read a step's tokens, the one time that the host waits for the device, or twice for flat distributions."""
+        # ranks may have summed in another order, and different tokens would part them for good
+        ranks = self.cache.layout.ranks
+        *rows, (num_free, *_) = ranks.broadcast(packed).tolist()
+        if ranks.size == 1:
+            self.cache.note_free(int(num_free))
+        if found is not None and (left := [index for index, (token, *_) in enumerate(rows[:count]) if token < 0]):
+            again = self.runner.packed(found.choose_among_all(left, sampling))
+            for index, row in zip(left, ranks.broadcast(again).tolist(), strict=False):
+                rows[index] = row
+        return rows[:count]
 
     def _accept(
         self,
         requests: list[Request],
         packed: Tensor,
+        sampling: Sampling,
+        found: Distributions | None,
         errors: Mapping[int, Exception] = MappingProxyType({}),
-        logits: Tensor | None = None,
     ) -> list[TokenEvent]:
-        """Read the step's tokens, the one time that the host waits for the device, and append them.
+        """Read the step's tokens and append them.
 
         Args:
             requests: the requests that were sampled for.
             packed: see `Runner.packed`; rows beyond the requests' are not read.
+            sampling: what they were chosen by.
+            found: what they were chosen from; None: it is not needed any more.
             errors: of the requests that have failed already.
-            logits: what penalties and processors were applied to; None: there were none.
         """
-        # ranks may have summed in another order, and different tokens would part them for good
-        *rows, (num_free, *_) = self.cache.layout.ranks.broadcast(packed).tolist()
-        if self.cache.layout.ranks.size == 1:
-            self.cache.note_free(int(num_free))
+        rows = self._read(packed, sampling, len(requests), found)
         events: list[TokenEvent] = []
-        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, rows, strict=False)):
+        for index, (request, (token, logprob, *top)) in enumerate(zip(requests, rows, strict=True)):
             if index in errors or not math.isfinite(logprob):
                 # finite logits: a processor or a penalty is at fault, and not the model
-                is_valid = logits is not None and bool(logits[index].amax().isfinite())
+                is_valid = found is not None and bool(found.log_probs[index].isfinite().any())
                 self._fail(request, errors.get(index) or _not_finite(request), is_valid)
                 continue
-            likely = list(zip(map(int, top[::2]), top[1::2], strict=True))
+            num_top = 2 * request.params.top_logprobs
             try:
-                event = request.accept(int(token), logprob, dict(likely[: request.params.top_logprobs]))
+                likely = dict(zip(map(int, top[:num_top:2]), top[1:num_top:2], strict=True)) if num_top else {}
+                event = request.accept(int(token), logprob, likely)
             except Exception as error:  # of its tokenizer
                 self._fail(request, error, cache_is_valid=True)
                 continue

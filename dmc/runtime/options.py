@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -59,7 +60,12 @@ class SamplingParams:
     """Changes logits after the penalties and before temperature, like a processor of transformers: (tokens so far
     [1, t], logits [1, vocab]) -> logits. If it raises, its request fails."""
 
-    @property
+    @cached_property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """What the device is told of a row: temperature, top_k (0: all), top_p, min_p."""
+        return self.temperature, float(self.top_k or 0), self.top_p, self.min_p
+
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether logits are changed by the tokens so far or by a processor."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -82,6 +88,6 @@ class EngineOptions:
     prefill_chunk_size: Count | None = None
     token_budget: Count | None = 2048
     prefix_cache: StrictBool = False
-    cuda_graphs: StrictBool = False
+    cuda_graphs: StrictBool | Literal["auto"] = False
     compile: StrictBool = False
     kv_cache_dtype: Literal["auto", "int8"] = "auto"

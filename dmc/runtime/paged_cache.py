@@ -47,8 +47,8 @@ class PagedCache:
     """Pages shared by all layers, heads and sequences; one block table per (layer, sequence, KV head).
 
     Rows are sequences. The pool grows on demand when `num_blocks` is None, else it is fixed. All tensors of a row are
-    allocated whether it is used or not; `bytes_allocated` is one sequence's share. What fills a batch up writes into a
-    scratch row, of no sequence, whose heads share one block behind the pool.
+    allocated whether it is used or not. Where steps are recorded, of sequences of up to `recorded_length`, what fills a
+    batch up writes into a scratch row, whose heads share one block behind the pool; fixed pools' tables need not move.
     """
 
     def __init__(
@@ -57,14 +57,17 @@ class PagedCache:
         max_sequences: int,
         block_size: int = 16,
         num_blocks: int | None = None,
-        has_scratch_row: bool = False,
+        recorded_length: int | None = None,
     ):
         self.layout, self.block_size, self.grows = layout, block_size, num_blocks is None
         self.allocator = BlockAllocator(FIRST_POOL_BLOCKS if num_blocks is None else num_blocks, layout.device)
-        self.scratch_row = max_sequences if has_scratch_row else None
-        size = layout.num_layers, max_sequences + has_scratch_row
-        num_blocks = self.allocator.num_blocks + has_scratch_row
-        self.fields = FieldStore(layout.fields, *size, num_blocks, block_size, layout.device)
+        self.scratch_row = None if recorded_length is None else max_sequences
+        more = int(recorded_length is not None)
+        size = layout.num_layers, max_sequences + more
+        self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
+        if num_blocks is not None and recorded_length is not None:
+            fitting = num_blocks * self.expected_ratio / (layout.num_layers * layout.num_kv_heads)
+            self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
         if layout.offloaded:
@@ -122,8 +125,7 @@ class PagedCache:
         self._leave_row(row)
 
     def _leave_row(self, row: int) -> None:
-        self.lengths[:, row] = 0
-        self.tokens_seen[row] = 0
+        self.lengths[:, row], self.tokens_seen[row] = 0, 0
         if self.slow is not None:
             self.slow.free(row)
         self._free_rows.append(row)
@@ -226,8 +228,7 @@ class PagedCache:
     def fits(self, rows: list[int], num_new: list[int], others: int = 0) -> bool:
         """Whether feeding `num_new[i]` tokens to each row, and taking `others`, leaves none short.
 
-        Every token is taken to be appended. The device is asked for the lengths only when what was known of it last
-        does not settle the question.
+        Every token is taken to be appended. The device is asked only when what was known of it does not settle this.
         """
         return self.grows or self._missing_blocks(rows, num_new, others) <= 0
 
@@ -283,8 +284,8 @@ class PagedCache:
                 self._count_free()
         self._fed_since_known[rows] += torch.tensor(num_new)
         most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
-        if (wanted := -(-most_tokens // self.block_size)) > (capacity := self.block_tables.shape[-1]):
-            self.fields.widen("block_tables", max(wanted, 2 * capacity))
+        if (wanted := -(-most_tokens // self.block_size)) > (width := self.block_tables.shape[-1]):
+            self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 
     def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
@@ -297,8 +298,7 @@ class PagedCache:
     def make_room(self, num_new: list[int]) -> None:
         """Let a pool that grows hold so many more tokens of each of some sequences in one layer.
 
-        Decoding sequences ask too where they share a pass with a prompt. The device is asked for what compression has
-        left free only when that many blocks could be lacking.
+        Decoding sequences ask too, beside a prompt. The device is asked only when that many blocks could be lacking.
         """
         if not self._grows_by_layer:
             return

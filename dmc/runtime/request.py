@@ -13,9 +13,12 @@ from torch import Tensor
 from dmc.kernels.batch import GENERATED, Phase
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Step
 from dmc.runtime.options import SamplingParams
-from dmc.runtime.sampling import History, next_uniform
+from dmc.runtime.sampling import History
 from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
+
+DRAWS = 32
+"""Uniform numbers that a request draws at a time, the same as one by one."""
 
 
 @dataclass(eq=False)
@@ -125,6 +128,11 @@ class Forced:
         return len(tokens)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether some are still to be predicted."""
+        return self.num_predicted < len(self.tokens)
+
+    @property
     def is_finite(self) -> bool:
         """Whether all kept values are finite."""
         return all(not values.isnan().any() for values in self.kept)
@@ -188,7 +196,7 @@ class Request:
     stats_before: GenerationStats | None = None
     """What was held when it last had a place in the cache, of one that may end without another."""
     _history: History | None = None
-    _uniform: float | None = None
+    _uniforms: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
         """Append the prompt to the sequence; a token that ended the turn before was not fed and comes with it."""
@@ -227,9 +235,11 @@ class Request:
     @property
     def uniform(self) -> float:
         """What the next token is drawn by: the same until it has come, however often its pass fails."""
-        if self._uniform is None:
-            self._uniform = next_uniform(self.params, self.generator)
-        return self._uniform
+        if self.params.temperature == 0:
+            return 0.0
+        if not self._uniforms:
+            self._uniforms = torch.rand(DRAWS, dtype=torch.float64, generator=self.generator).tolist()[::-1]
+        return self._uniforms[-1]
 
     def take(self, logits: Tensor) -> int:
         """Take the sequence's next predictions, [n, vocab]; return how many of them are of tokens that are given."""
@@ -243,7 +253,8 @@ class Request:
         self.sequence.tokens.append(token)
         self.sequence.next_logit_position += 1
         self.logprobs.append(logprob)
-        self._uniform = None
+        if self._uniforms:
+            self._uniforms.pop()
         if self._history is not None:
             self._history.add(token)
         if self.params.top_logprobs:
@@ -257,7 +268,7 @@ class Request:
         if reason is not None and self.text_stream is not None:
             text += self.text_stream.finish()
         root = self.root or self
-        number = root.branches.index(self)
+        number = 0 if root is self else root.branches.index(self)
         event = TokenEvent(root, token, text, logprob, reason, number, top if self.params.top_logprobs else None)
         if root.inbox is not None:
             root.inbox.append(event)

@@ -45,15 +45,19 @@ class History:
         self._count += 1
 
 
+CANDIDATES = 1024
+"""Most likely tokens that top_p alone looks at: a vocabulary takes milliseconds to sort."""
+
+
 class Choice(NamedTuple):
     """The chosen tokens of R rows."""
 
     tokens: Tensor
-    """Token ids, int64 [R]."""
+    """Token ids, int64 [R]; -1 where more tokens than `CANDIDATES` may share top_p's mass: choose among all."""
     logprobs: Tensor
     """Natural-log probabilities under the unmodified distribution, NaN where no token could be chosen, float32 [R]."""
     top_tokens: Tensor
-    """The most likely tokens, as many as any row asks for, int64 [R, k]."""
+    """The most likely tokens, at least as many as any row asks for, int64 [R, k]."""
     top_logprobs: Tensor
     """Natural-log probabilities of `top_tokens`, float32 [R, k]."""
 
@@ -71,16 +75,6 @@ def new_generator(params: SamplingParams, ranks: Ranks, index: int = 0) -> torch
     return torch.Generator().manual_seed((seed + index) % 2**64)
 
 
-def next_uniform(params: SamplingParams, generator: torch.Generator | None) -> float:
-    """Draw the uniform number that selects a row's next token; a greedy row draws none.
-
-    Args:
-        params: parameters of the row.
-        generator: generator on the CPU; None: torch's default generator.
-    """
-    return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
-
-
 class Sampling(NamedTuple):
     """Settings by which the next tokens of all rows are chosen."""
 
@@ -89,61 +83,81 @@ class Sampling(NamedTuple):
     width: int
     """Number of most likely tokens that top_k and top_p look at; -1: all rows are greedy; 0: no row has a limit."""
     num_top: int
-    """How many of the most likely tokens are reported."""
+    """How many of the most likely tokens are reported, at least."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
-        """Combine the parameters of all rows."""
-        width = max((_width(row, vocab_size) for row in params if row.temperature > 0), default=-1)
-        if width > 0:  # powers of two, so that few widths occur
-            width = min(2 ** (width - 1).bit_length(), vocab_size)
-        numbers = [(row.temperature, row.top_k or 0, row.top_p, row.min_p) for row in params]
-        settings = [(*values, uniform) for values, uniform in zip(numbers, uniforms, strict=True)]
-        num_top = min(max((row.top_logprobs for row in params), default=0), vocab_size)
+        """Combine the parameters of all rows; few widths and numbers occur, since each is recorded by itself."""
+        numbers = [row.numbers for row in params]
+        width = max((_width(row, vocab_size) for row in set(numbers) if row[0] > 0), default=-1)
+        settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
+        num_top = max((row.top_logprobs for row in params), default=0)
+        num_top = min(_rounded(num_top, (0, 20), vocab_size), vocab_size)
         return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
 
 
-def _width(params: SamplingParams, vocab_size: int) -> int:
-    if params.top_k is None and params.top_p == 1:
-        return int(params.min_p > 0)
-    return min(params.top_k or vocab_size, vocab_size)
+def _width(numbers: tuple[float, float, float, float], vocab_size: int) -> int:
+    _, top_k, top_p, min_p = numbers
+    if not top_k and top_p == 1:
+        return min(64, vocab_size) if min_p else 0
+    return min(_rounded(top_k or CANDIDATES, (64, CANDIDATES), vocab_size), vocab_size)
 
 
-def choose_tokens(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    uniforms: Sequence[float],
-    histories: Sequence[History | None] | None = None,
-) -> tuple[Choice, dict[int, Exception]]:
-    """Choose the next token of every row; a row's choice does not depend on the others.
+def _rounded(number: float, steps: tuple[int, ...], otherwise: int) -> int:
+    return next((step for step in steps if number <= step), otherwise)
+
+
+class Distributions(NamedTuple):
+    """What the next tokens of R rows are chosen by."""
+
+    log_probs: Tensor
+    """Unmodified log-probabilities, float32 [R, vocab]."""
+    scores: Tensor
+    """Log-probabilities to sample from, after penalties and processors; may be `log_probs`."""
+
+    def choose(self, sampling: Sampling) -> Choice:
+        """Choose as `choose` does."""
+        settings = sampling.settings
+        settings = settings if sampling.width < 0 else settings.to(self.log_probs.device, non_blocking=True)
+        return choose(*self, settings, sampling.width, sampling.num_top)
+
+    def choose_among_all(self, rows: list[int], sampling: Sampling) -> Choice:
+        """Choose again, in rows that `Choice.tokens` leaves open."""
+        among_all = Sampling(sampling.settings[:, rows], self.log_probs.shape[-1], sampling.num_top)
+        return Distributions(self.log_probs[rows], self.scores[rows]).choose(among_all)
+
+
+def distributions(
+    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History | None] | None = None
+) -> tuple[Distributions, dict[int, Exception]]:
+    """Apply penalties and processors.
 
     Args:
         logits: logits, [R, vocab].
         params: parameters of each row.
-        uniforms: uniform number of each row, see `next_uniform`.
         histories: tokens of each row so far; None: its params do not change logits, or there is no token before.
     Returns:
-        The choice, and the errors of rows whose processors failed, by row.
+        What the next token of every row is chosen by, and the errors of rows whose processors failed, by row.
     """
     log_probs = logits.float().log_softmax(-1)
     scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params))
-    sampling = Sampling.of(params, uniforms, logits.shape[-1])
-    settings = sampling.settings if sampling.width < 0 else sampling.settings.to(logits.device, non_blocking=True)
-    return choose(log_probs, scores, settings, sampling.width, sampling.num_top), errors
+    return Distributions(log_probs, scores), errors
 
 
 def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_top: int) -> Choice:
     """Choose tokens on the device of the distributions, without waiting for it; no shape depends on data.
 
+    A row's choice does not depend on the others.
+
     Args:
-        log_probs: unmodified log-probabilities, float32 [R, vocab].
-        scores: log-probabilities to sample from, after penalties and processors; may be `log_probs`.
+        log_probs: see `Distributions`.
+        scores: see `Distributions`.
         settings: see `Sampling`, on the same device; not read if all rows are greedy.
         width: see `Sampling`.
         num_top: see `Sampling`.
     """
     tokens = scores.argmax(-1) if width < 0 else _draw(scores, settings, width)
-    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    chosen = log_probs.gather(-1, tokens.clamp_min(0)[:, None])[:, 0]
     if scores is not log_probs:
         chosen = chosen.where(scores.amax(-1).isfinite(), torch.nan)
     top = log_probs.topk(num_top)
@@ -188,22 +202,31 @@ def _draw(log_probs: Tensor, settings: Tensor, width: int) -> Tensor:
     """Invert the cumulative distributions at the uniform numbers; a greedy row's is a step at its first best token."""
     temperature, top_k, top_p, min_p, uniform = settings[..., None]
     scores = (log_probs - log_probs.amax(-1, keepdim=True)).div_(temperature.clamp(1e-30, 1e30).float())
+    is_open = None
     if width:
-        lowest = _lowest(scores, top_k, top_p, width).maximum(min_p.log().float())
-        scores = scores.masked_fill_(scores < lowest, -torch.inf)
+        lowest, is_open = _lowest(scores, top_k, top_p, width)
+        scores = scores.masked_fill_(scores < lowest.maximum(min_p.log().float()), -torch.inf)
     # float32 sums over a large vocabulary would misplace unlikely tokens
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     target = uniform * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(log_probs.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(log_probs.shape[-1] - 1)
+    return tokens if is_open is None else tokens.masked_fill(is_open, -1)
 
 
-def _lowest(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """Return the lowest score that each row may sample, [R, 1]; ties stay, so that results do not depend on a sort."""
+def _lowest(scores: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+    """Return the lowest score that each row may sample, [R, 1], and in which rows it may lie below the best `width`.
+
+    Ties stay, so that results do not depend on a sort.
+    """
     best = scores.topk(width).values
     stays = (torch.arange(width, device=scores.device) < top_k) | (top_k == 0)
-    probabilities = best.masked_fill(~stays, -torch.inf).softmax(-1)
+    kept = best.masked_fill(~stays, -torch.inf)
+    total = scores.logsumexp(-1, keepdim=True).where(top_k == 0, kept.logsumexp(-1, keepdim=True))
+    probabilities = (kept - total).exp()
     before = probabilities.cumsum(-1) - probabilities
     # a float32 may be no smaller, and the most likely token stays
     stays &= (before < top_p.clamp_min(torch.finfo(torch.float32).tiny)) | (top_p == 1)
     lowest = best.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
-    return lowest.masked_fill((top_k == 0) & (top_p == 1), -torch.inf)
+    has_limit = (top_k > 0) | (top_p < 1)
+    is_open = (stays[:, -1:] & (top_k == 0) & has_limit)[:, 0] if width < scores.shape[-1] else None
+    return lowest.masked_fill(~has_limit, -torch.inf), is_open

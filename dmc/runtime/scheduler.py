@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dmc.kernels.batch import GENERATED, Phase
 from dmc.policies import CachePolicy
@@ -19,8 +19,7 @@ It is thus preempted again only after new tokens have filled about as many: reco
 """
 
 
-@dataclass(frozen=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next tokens of one sequence."""
 
     sequence: Sequence
@@ -184,17 +183,23 @@ class Scheduler:
     def _share_tokens(self, shrinks: bool = False) -> list[ScheduledChunk]:
         """Divide the budget among running sequences, those with one token to feed first."""
         chunks: list[ScheduledChunk] = []
+        num_tokens = 0
         for sequence in sorted(self.running, key=lambda sequence: sequence.num_waiting > 1):
-            left = self._budget_left(chunks)
+            left = self._left_after(num_tokens)
             if left == 0:
                 break
             chunk = self._chunk(sequence, left)
-            chunks.append(self._shrunk(chunk, chunks) if shrinks else chunk)
+            chunk = self._shrunk(chunk, chunks) if shrinks else chunk
+            chunks.append(chunk)
+            num_tokens += len(chunk.tokens)
         return chunks
 
     def _admit(self, chunks: list[ScheduledChunk]) -> None:
+        if not self.waiting:
+            return
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
-            left = self._budget_left(chunks)
+            left = self._left_after(num_tokens)
             if left == 0:
                 return
             self._prefix_of(sequence)
@@ -213,6 +218,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.resting.remove(sequence)
             chunks.append(chunk)
+            num_tokens += len(chunk.tokens)
 
     def _open(self, sequence: Sequence, others: list[ScheduledChunk]) -> bool:
         """Give a sequence a row and, as far as there is room, its known prefix; False: there is no row.
@@ -246,6 +252,9 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
         stretch, phase = sequence.num_waiting, GENERATED
+        if stretch == 1 and self.policy is None and self.prefixes is None:  # of hundreds that decode
+            first = int(sequence.next_logit_position > sequence.num_computed_tokens)
+            return ScheduledChunk(sequence, sequence.tokens[-1:], first)
         if (policy := self.policy) is not None:
             stretch, phase = sequence.stretch()
             if Phase.PROMPT in phase:
@@ -272,17 +281,16 @@ class Scheduler:
         fitting = self.cache.tokens_that_fit(*self._rows_and_counts(others))
         return self._of(chunk.sequence, min(len(chunk.tokens), fitting))
 
-    def _budget_left(self, chunks: list[ScheduledChunk]) -> int | None:
-        if self.token_budget is None:
-            return None
-        return max(self.token_budget - sum(len(chunk.tokens) for chunk in chunks), 0)
+    def _left_after(self, num_tokens: int) -> int | None:
+        """What is left of the budget, which whole prompts under a policy may exceed; None: there is none."""
+        return None if self.token_budget is None else max(self.token_budget - num_tokens, 0)
 
     def _fits(self, chunks: list[ScheduledChunk], others: int = 0) -> bool:
         return self.cache.fits(*self._rows_and_counts(chunks), others)
 
     def _rows_and_counts(self, chunks: list[ScheduledChunk]) -> tuple[list[int], list[int]]:
-        held = [(chunk.sequence.row, len(chunk.tokens)) for chunk in chunks if chunk.sequence.row is not None]
-        return [row for row, _ in held], [count for _, count in held]
+        held = [chunk for chunk in chunks if chunk.sequence.row is not None]
+        return [chunk.sequence.row for chunk in held], [len(chunk.tokens) for chunk in held]  # type: ignore[misc]
 
     def _waits_for_others(self, sequence: Sequence) -> bool:
         """Whether its prefix is being computed; sequences that need not wait for that pass it."""

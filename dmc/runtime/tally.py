@@ -29,9 +29,11 @@ class Held:
 
     def add(self, first: int, count: int, delay: int) -> None:
         """Count the positions first..first+count-1."""
+        last = first + count
         self.positions += count
-        self.tokens += sum(range(first + 1, first + count + 1))
-        self.recent += sum(min(seen, delay) for seen in range(first + 1, first + count + 1))
+        self.tokens += (first + 1 + last) * count // 2
+        if delay:
+            self.recent += sum(min(seen, delay) for seen in range(first + 1, last + 1))
 
 
 class Tally:

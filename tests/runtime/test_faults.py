@@ -110,14 +110,14 @@ def drain(engine):
     raise AssertionError("the engine does not come to an end")
 
 
-@pytest.mark.parametrize("where", ["choose_tokens", "snapshot"])
+@pytest.mark.parametrize("where", ["distributions", "snapshot"])
 @pytest.mark.parametrize("nth", [1, 2])
 def test_continuations_fail_together_and_leave_nothing_behind(where, nth, make_compressed, make_prompts, monkeypatch):
     model, (long, short) = make_compressed(), make_prompts(40, 20)
     sampled, greedy = SamplingParams(max_new_tokens=9, n=3, seed=5), SamplingParams(max_new_tokens=9, temperature=0.0)
     (expected,) = Engine(model).generate([short], greedy)
     engine, calls = Engine(model), []
-    owner = engine_core if where == "choose_tokens" else PagedCache
+    owner = engine_core if where == "distributions" else PagedCache
     called = getattr(owner, where)
 
     def fail(*arguments):

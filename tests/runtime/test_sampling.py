@@ -6,14 +6,20 @@ import torch
 import transformers
 
 from dmc import SamplingParams
-from dmc.runtime.sampling import History, choose_tokens, next_uniform
+from dmc.runtime.request import Request, Sequence
+from dmc.runtime.sampling import CANDIDATES, History, Sampling, distributions
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
 
+def next_uniform(params, generator):
+    return 0.0 if params.temperature == 0 else torch.rand(1, dtype=torch.float64, generator=generator).item()
+
+
 def choose_or_fail(logits, params, generators, histories=None):
     uniforms = [next_uniform(each, generator) for each, generator in zip(params, generators, strict=True)]
-    return choose_tokens(logits, params, uniforms, histories)
+    found, errors = distributions(logits, params, histories)
+    return found.choose(Sampling.of(params, uniforms, logits.shape[-1])), errors
 
 
 def choose(*arguments):
@@ -116,6 +122,30 @@ def test_every_row_of_a_mixed_batch_is_what_it_is_alone():
         torch.testing.assert_close(log_probs, expected)
 
 
+def test_top_p_looks_at_few_tokens_and_leaves_flat_rows_open():
+    size, generator = 3 * CANDIDATES, torch.Generator().manual_seed(0)
+    peaked, flat = 3 * torch.randn(2, size, generator=generator), 0.1 * torch.randn(2, size, generator=generator)
+    logits = torch.stack((peaked[0], flat[0], peaked[1], flat[1], flat[1]))
+    params = [SamplingParams(top_p=0.8)] * 3 + [SamplingParams(top_p=0.8, temperature=0), SamplingParams(top_k=60)]
+    uniforms = torch.rand(5, generator=generator).tolist()
+    found, _ = distributions(logits, params)
+    sampling = Sampling.of(params, uniforms, size)
+    naive = [choose_naively(*each) for each in zip(logits.tolist(), params, uniforms, strict=True)]
+    assert sampling.width == CANDIDATES
+    assert found.choose(sampling).tokens.tolist() == [naive[0], -1, *naive[2:]]
+    chosen = found.choose_among_all([1], sampling)
+    assert chosen.tokens.tolist() == [naive[1]]
+    assert chosen.logprobs.item() == pytest.approx(logits[1].log_softmax(-1)[naive[1]].item())
+
+
+def test_few_widths_and_numbers_occur():
+    wishes = ({}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 65}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.5})
+    combined = [Sampling.of([SamplingParams(**each)], [0.5], 5000) for each in wishes]
+    assert [each.width for each in combined] == [0, 64, 64, CANDIDATES, CANDIDATES, 5000]
+    asked = [Sampling.of([SamplingParams(top_logprobs=count)], [0.5], 5000).num_top for count in (0, 1, 20, 21)]
+    assert asked == [0, 20, 20, 5000]
+
+
 def test_an_impossible_token_is_never_drawn():
     logits = torch.tensor([0.0, -math.inf, 1.0]).expand(300, 3)
     for temperature in (1e-45, 1.0, 1e39, 1e300):
@@ -124,12 +154,17 @@ def test_an_impossible_token_is_never_drawn():
         assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2})
 
 
-def test_greedy_rows_take_nothing_from_a_generator():
-    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    before = generators[0].get_state()
-    choose(torch.randn(2, 9), [SamplingParams(temperature=0), SamplingParams()], generators)
-    assert torch.equal(generators[0].get_state(), before)
-    assert not torch.equal(generators[1].get_state(), before)
+def test_a_request_draws_as_one_by_one_and_a_greedy_one_nothing():
+    generators = [torch.Generator().manual_seed(1) for _ in range(3)]
+    greedy, sampled = (
+        Request(Sequence([], 0), [], SamplingParams(temperature=temperature, max_new_tokens=99), generator)
+        for temperature, generator in zip((0.0, 1.0), generators, strict=False)
+    )
+    for _ in range(70):
+        assert greedy.uniform == 0
+        assert sampled.uniform == sampled.uniform == next_uniform(sampled.params, generators[2])
+        sampled.accept(1, 0.0, {})
+    assert torch.equal(generators[0].get_state(), torch.Generator().manual_seed(1).get_state())
 
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept_too():
@@ -226,7 +261,7 @@ def test_penalties_and_processors_act_on_their_own_rows():
     expected[[5, 6]] -= 1.25  # once, and not the prompt's
     assert choice.tokens[2] == expected.argmax()
     assert choice.tokens[3] == logits[3].argmin()
-    best = logits.log_softmax(-1).topk(3)
+    best = logits.log_softmax(-1).topk(20)
     assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
 
 

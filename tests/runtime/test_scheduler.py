@@ -1,3 +1,4 @@
+import sys
 from random import Random
 
 import pytest
@@ -287,3 +288,19 @@ def test_who_gave_way_waits_until_it_may_grow_but_not_for_those_who_rest():
     scheduler.finish(second)  # 20 blocks are free or can be: twice those of its 80 tokens
     assert [chunk.sequence for chunk in scheduler.next_chunks()] == [first, young]
     assert kept.row is not None
+
+
+def test_choosing_a_step_takes_work_in_proportion_to_its_sequences():
+    def calls(count):
+        scheduler = make(rows=count, budget=2048, num_blocks=4 * count)
+        submit(scheduler, *[4] * count)
+        for _ in range(2):
+            feed(scheduler, scheduler.next_chunks())
+        events = []
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        chunks = scheduler.next_chunks()
+        sys.setprofile(None)
+        assert sizes(chunks) == [1] * count
+        return len(events)
+
+    assert calls(200) - calls(100) <= 1.1 * (calls(100) - calls(50)) * 2
