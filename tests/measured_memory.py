@@ -90,7 +90,7 @@ def _loss(model, input_ids, teacher=None):
     trace = GateTrace()
     mode = GateMode(noise_seeds=list(range(len(input_ids))))
     taught = None if teacher is None else teacher.read(input_ids)
-    losses = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace, targets=targets, taught=taught)
+    losses = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace, targets=targets, teacher_output=taught)
     loss = losses.cross_entropy.mean() + compression_loss(trace.stacked_alpha(), 2.0)
     return loss if taught is None else loss + losses.divergence.mean()
 

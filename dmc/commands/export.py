@@ -46,7 +46,7 @@ def export(config: ExportConfig) -> Path:
         Path(config.output),
         target_ratio=config.target_ratio,
         overwrite=config.overwrite,
-        measured={name: value for name, value in changes.items() if value is not None},
+        overrides={name: value for name, value in changes.items() if value is not None},
         use_previous_checkpoint=config.use_previous_checkpoint,
         trust_run=config.trust_run,
         device=config.device,

@@ -39,12 +39,12 @@ def accumulate(key_value: Tensor, alpha: Tensor, omega: Tensor, window_size: int
             f"window_size={window_size} is not supported by accumulate (a slot holds at least its own token); "
             "use window_size >= 1, or None for no window."
         )
-    heads = key_value.flatten(0, 1), alpha.flatten(0, 1), omega.flatten(0, 1)
+    flat = key_value.flatten(0, 1), alpha.flatten(0, 1), omega.flatten(0, 1)
     with torch.autocast(key_value.device.type, enabled=False):  # autocast would run the sums in 16 bit
         if window_size is None or window_size >= key_value.shape[2]:
-            pooled = _ScannedAverage.apply(*heads)
+            pooled = _ScannedAverage.apply(*flat)
         else:
-            pooled = _WindowedAverage.apply(*heads, window_size)
+            pooled = _WindowedAverage.apply(*flat, window_size)
     return pooled.view(key_value.shape)
 
 
@@ -78,13 +78,13 @@ class _WindowedAverage(torch.autograd.Function):
         weights, products, omegas, total = _window_weights(alpha, omega, window, values)
         band, band_halo = _band(weights, rows)
 
-        tails = values[:, :-1, rows - halo :].flatten(0, 1)
-        heads = grad[:, 1:, :halo].flatten(0, 1)
+        block_ends = values[:, :-1, rows - halo :].flatten(0, 1)
+        block_starts = grad[:, 1:, :halo].flatten(0, 1)
         grad_band = band.new_zeros(*band.shape[:3], halo + rows)
         grad_band[..., halo:] = torch.bmm(grad.flatten(0, 1), values.flatten(0, 1).mT).view(band.shape)
-        grad_band[:, 1:, :halo, :halo] = torch.bmm(heads, tails.mT).unflatten(0, band_halo.shape[:2])
+        grad_band[:, 1:, :halo, :halo] = torch.bmm(block_starts, block_ends.mT).unflatten(0, band_halo.shape[:2])
         grad_values = torch.bmm(band.flatten(0, 1).mT, grad.flatten(0, 1)).view(values.shape)
-        grad_values[:, :-1, rows - halo :] += torch.bmm(band_halo.flatten(0, 1).mT, heads).unflatten(
+        grad_values[:, :-1, rows - halo :] += torch.bmm(band_halo.flatten(0, 1).mT, block_starts).unflatten(
             0, band_halo.shape[:2]
         )
 

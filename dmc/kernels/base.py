@@ -123,7 +123,7 @@ class VisibleKeys:
 
     slots: Tensor
     """Number of first slots in pages that a query sees; no later token of the call changes them, int32 [T, H]."""
-    top: OpenSlotState | None = None
+    open_slot: OpenSlotState | None = None
     """Set by merge gates where a sequence has several tokens; a single token's state is the last of its slots."""
     recent: Recent | None = None
     """Set by delayed gates."""

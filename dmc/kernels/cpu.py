@@ -78,7 +78,7 @@ def append_or_merge(
     _expect("value", value, raw.dtype, (num_tokens, heads, dim), dense=False)
     seen = VisibleKeys(torch.empty(num_tokens, heads, dtype=torch.int32))
     if merges and batch.most_new > 1:
-        seen.top = OpenSlotState(*_raw(key, num_tokens))
+        seen.open_slot = OpenSlotState(*_raw(key, num_tokens))
     if delay > 0:
         seen.recent = Recent(*_raw(key, num_tokens + sequences * (delay - 1)))
     _call(
@@ -89,7 +89,7 @@ def append_or_merge(
         *(tokens.decisions, *_strides(tokens.decisions), tokens.omega, *_strides(tokens.omega), cos, sin),
         *(*_entry_pages(cache), cache.free_blocks, cache.num_free, *_table(cache.block_tables), cache.lengths),
         *(cache.history_key, cache.history_value, cache.history_decisions, cache.history_omega),
-        *(cache.mean, cache.weight, seen.slots, *_parts(seen.top), *_parts(seen.recent)),
+        *(cache.mean, cache.weight, seen.slots, *_parts(seen.open_slot), *_parts(seen.recent)),
         *_bounds(cache.block_tables, cache.block_size),
     )
     return seen
@@ -284,7 +284,7 @@ def _attend(
     tables = block_tables.int().contiguous()
     key_pages, value_pages = key_pages.contiguous(), value_pages.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype)
-    top, recent = _contiguous(seen.top), _contiguous(seen.recent)
+    open_slot, recent = _contiguous(seen.open_slot), _contiguous(seen.recent)
     wanted = num_tokens if batch is None else batch.num_tokens
     _expect("query", query, query.dtype, (wanted, heads // kv_heads * kv_heads, key_pages.shape[-1]), False)
     _expect_pages(key_pages, value_pages, *(scales or (None, None)))
@@ -293,7 +293,7 @@ def _attend(
     if rows is not None:
         _expect("rows", rows, torch.int64, (sequences,))
     delay = 0 if recent is None else (len(recent.exists) - num_tokens) // sequences + 1
-    for raw, extra in ((top, 0), (recent, sequences * (delay - 1))):
+    for raw, extra in ((open_slot, 0), (recent, sequences * (delay - 1))):
         if raw is not None:
             _expect("raw keys", raw.key, query.dtype, (num_tokens + extra, kv_heads, dim))
             _expect("raw values", raw.value, query.dtype, raw.key.shape)
@@ -302,7 +302,7 @@ def _attend(
         _named("attend", query, key_pages),
         *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
-        *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(top), *_parts(recent)),
+        *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(open_slot), *_parts(recent)),
         *(delay, out, scores, 0 if scores is None else scores.shape[-1], *_bounds(tables, key_pages.shape[1])),
     )
     return out

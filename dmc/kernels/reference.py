@@ -53,14 +53,14 @@ def append_or_merge(
     appended = exists[:, None] & ~merged
     length = _lengths_after(cache, batch, appended)
     if config.action == "drop":
-        key, value, stays = entering.key, entering.value, appended
+        key, value, write_mask = entering.key, entering.value, appended
     else:
         key, value = _running_states(cache, batch, raw, entering, config)
         closes = appended.roll(-1, 0).index_fill(0, batch.last, True)
-        stays = exists[:, None] & closes  # a state that a later token of this call overwrites is not written
-    turn = batch.new_in_extended(delay) - delay  # W positions behind
-    states = _as_stored(cache, rotate(key, cos[turn], sin[turn]), value)
-    _store(cache, batch, states, length, stays)
+        write_mask = exists[:, None] & closes  # a state that a later token of this call overwrites is not written
+    rotary_rows = batch.new_in_extended(delay) - delay  # W positions behind
+    states = _as_stored(cache, rotate(key, cos[rotary_rows], sin[rotary_rows]), value)
+    _store(cache, batch, states, length, write_mask)
     _remember(cache, batch, raw, size)
     seen = VisibleKeys(length)
     if config.action == "merge" and batch.most_new > 1:
@@ -70,8 +70,10 @@ def append_or_merge(
         seen = VisibleKeys((length - 1).clamp_min(0), OpenSlotState(key, value, exists))
     if delay > 0:
         recent = raw.part(batch, size, size - delay + 1, delay - 1)
-        turn = batch.extended(delay - 1).new_in_extended(1)
-        seen.recent = Recent(rotate(recent.key, cos[turn], sin[turn]), recent.value, recent.positions >= 0)
+        rotary_rows = batch.extended(delay - 1).new_in_extended(1)
+        seen.recent = Recent(
+            rotate(recent.key, cos[rotary_rows], sin[rotary_rows]), recent.value, recent.positions >= 0
+        )
     return seen
 
 
@@ -189,19 +191,21 @@ def _as_stored(cache: LayerCache, key: Tensor, value: Tensor) -> list[Tensor]:
     return [key, value, key_scale, value_scale]
 
 
-def _store(cache: LayerCache, batch: ForwardBatch, every: list[Tensor], length: Tensor, stays: Tensor | None) -> None:
+def _store(
+    cache: LayerCache, batch: ForwardBatch, entries: list[Tensor], length: Tensor, write_mask: Tensor | None
+) -> None:
     """Take the blocks that `length` [T, H] needs and write the states that stay (None: all) into slot length - 1."""
     take_blocks(cache, batch.row_index, length[batch.last].long())
     place = places(cache.block_tables[batch.row_index], (length - 1).clamp_min(0), cache.block_size, batch.sequence)
-    if stays is not None:  # unused ones repeat the first used: no host sync for their number
-        stays, place = stays.expand_as(place).flatten(), place.flatten()
-        first = stays.byte().argmax(0, keepdim=True)
-        place, is_any = place.where(stays, place[first]), stays[first, None]
-    for pages, states in zip(cache.entry_pages, every, strict=True):
+    if write_mask is not None:  # unused ones repeat the first used: no host sync for their number
+        write_mask, place = write_mask.expand_as(place).flatten(), place.flatten()
+        first = write_mask.byte().argmax(0, keepdim=True)
+        place, is_any = place.where(write_mask, place[first]), write_mask[first, None]
+    for pages, states in zip(cache.entry_pages, entries, strict=True):
         flat = pages.flatten(0, 1)
-        if stays is not None:
+        if write_mask is not None:
             states = states.flatten(0, 1)
-            states = states.where(stays[:, None], states[first].where(is_any, flat[place[:1]]))
+            states = states.where(write_mask[:, None], states[first].where(is_any, flat[place[:1]]))
         flat[place] = states
 
 
@@ -440,13 +444,13 @@ def prefill_attention(
     for count in sorted(set(batch.num_new)):  # equal counts together: one rectangle for all would be mostly padding
         members = [i for i, new in enumerate(batch.num_new) if new == count]
         part, where = batch.part(members)
-        top, recent = seen.top, seen.recent
-        if top is not None:
-            top = OpenSlotState(top.key[where], top.value[where], top.exists[where])
+        open_slot, recent = seen.open_slot, seen.recent
+        if open_slot is not None:
+            open_slot = OpenSlotState(open_slot.key[where], open_slot.value[where], open_slot.exists[where])
         if recent is not None:
             _, around = batch.extended(delay - 1).part(members)
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
-        part_seen, tables = VisibleKeys(seen.slots[where], top, recent), block_tables[part.row_index]
+        part_seen, tables = VisibleKeys(seen.slots[where], open_slot, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(part_seen.slots.max())
         attended[where] = part.unpad(_attend(part, query[where], *pages, part_seen, scaling, most_slots, scales)[0])
     return attended
@@ -485,8 +489,8 @@ def _attend(
     padded = batch.pad(query)
     sequences, num_new, query_heads, head_dim = padded.shape
     grouped = padded.float().transpose(1, 2).reshape(sequences, keys.shape[1], -1, num_new, head_dim) * scaling
-    if seen.top is not None:
-        top = [batch.pad(states) for states in (seen.top.key, seen.top.value, seen.top.exists)]
+    if seen.open_slot is not None:
+        open_slot = [batch.pad(states) for states in (seen.open_slot.key, seen.open_slot.value, seen.open_slot.exists)]
     if seen.recent is not None:
         delay = (len(seen.recent.exists) - batch.num_tokens) // sequences + 1
         raw = [
@@ -498,8 +502,8 @@ def _attend(
         end = min(begin + QUERY_BLOCK, num_new)
         block_keys, block_values = [keys], [values]
         visible = [slots < seen_slots[:, :, begin:end, None]]  # [S, H, block, slots]
-        if seen.top is not None:
-            key, value, exists = (states[:, begin:end] for states in top)
+        if seen.open_slot is not None:
+            key, value, exists = (states[:, begin:end] for states in open_slot)
             block_keys.append(key.float().transpose(1, 2))
             block_values.append(value.float().transpose(1, 2))
             diagonal = torch.eye(end - begin, dtype=torch.bool, device=query.device)

@@ -30,7 +30,7 @@ Direction = Literal["forward", "reverse"]
 
 
 @dataclass
-class Taught:
+class TeacherOutput:
     """Last hidden states and output projection of a frozen teacher, from which its logits are computed."""
 
     hidden_states: Tensor
@@ -115,14 +115,19 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, taught: Taught | None, most: int | None = None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher_output: TeacherOutput | None,
+        most: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.most = most
-        ctx.taught, temperature = taught, 1.0 if taught is None else taught.temperature
-        is_reverse = taught is not None and taught.direction == "reverse"
+        ctx.teacher_output, temperature = teacher_output, 1.0 if teacher_output is None else teacher_output.temperature
+        is_reverse = teacher_output is not None and teacher_output.direction == "reverse"
         log_sum = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
         found, softened, teacher, cross = torch.zeros_like(log_sum), log_sum, log_sum, torch.zeros_like(log_sum)
-        for words, logits, theirs in _chunks(hidden, weight, taught, most):
+        for words, logits, theirs in _chunks(hidden, weight, teacher_output, most):
             inside, place = _placed(targets, words)
             found = found + logits.gather(1, place).squeeze(1) * inside
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
@@ -136,7 +141,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 cross = cross * (before - seen).exp()
                 cross += ((theirs - softly) * (under - seen[:, None]).exp()).sum(1)
         divergence = None
-        if taught is not None:
+        if teacher_output is not None:
             divergence = cross - teacher + softened  # the mean of log(teacher / student)
             divergence = -divergence if is_reverse else divergence
         ctx.save_for_backward(hidden, weight, targets, log_sum, softened, teacher, divergence)
@@ -146,22 +151,22 @@ class _ChunkedLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, softened, teacher, divergence = ctx.saved_tensors
-        taught = ctx.taught
+        teacher_output = ctx.teacher_output
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
-        for words, logits, theirs in _chunks(hidden, weight, taught, ctx.most):
+        for words, logits, theirs in _chunks(hidden, weight, teacher_output, ctx.most):
             inside, place = _placed(targets, words)
             difference = None
             if theirs is not None and by_divergence is not None:
-                difference = (logits / taught.temperature).sub_(softened[:, None])
+                difference = (logits / teacher_output.temperature).sub_(softened[:, None])
                 theirs.sub_(teacher[:, None])
-                if taught.direction == "reverse":  # q (log q - log p - KL)
+                if teacher_output.direction == "reverse":  # q (log q - log p - KL)
                     theirs = difference - theirs.add_(divergence[:, None])
                     difference.exp_().mul_(theirs)
                 else:  # q - p
                     difference.exp_().sub_(theirs.exp_())
-                difference *= (taught.temperature * by_divergence)[:, None]
+                difference *= (teacher_output.temperature * by_divergence)[:, None]
             gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_entropy[:, None])
             gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
             if difference is not None:
@@ -177,15 +182,17 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, taught: Taught | None, most: int | None
+    hidden: Tensor, weight: Tensor, teacher_output: TeacherOutput | None, most: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield a chunk's slice of the vocabulary, the logits [N, words], and the teacher's over the temperature."""
     size = max(256, CHUNK_ELEMENTS // len(hidden))
     for begin in range(0, len(weight), size)[:most]:
         words = slice(begin, min(begin + size, len(weight)))
         theirs = None
-        if taught is not None:
-            theirs = _logits(taught.hidden_states, taught.weight[words]).div_(taught.temperature)
+        if teacher_output is not None:
+            theirs = _logits(teacher_output.hidden_states, teacher_output.weight[words]).div_(
+                teacher_output.temperature
+            )
         yield words, _logits(hidden, weight[words]), theirs
 
 
@@ -213,7 +220,9 @@ class LossHead(nn.Linear):
     most_chunks: int | None = None
     """Chunks of the vocabulary to compute, of tensors without data alone: what they hold, the others hold too."""
 
-    def forward(self, hidden_states: Tensor, targets: Tensor | None = None, taught: Taught | None = None) -> Any:
+    def forward(
+        self, hidden_states: Tensor, targets: Tensor | None = None, teacher_output: TeacherOutput | None = None
+    ) -> Any:
         """Return logits [B, T, vocab], or cross-entropy and divergence (None without a teacher), each [B, T].
 
         Raises:
@@ -221,19 +230,20 @@ class LossHead(nn.Linear):
         """
         if targets is None:
             return super().forward(hidden_states)
-        if taught is not None and len(taught.weight) != len(self.weight):
+        if teacher_output is not None and len(teacher_output.weight) != len(self.weight):
             raise ValueError(
-                f"the teacher's vocabulary has {len(taught.weight)} tokens, the model's {len(self.weight)}: take "
+                f"the teacher's vocabulary has {len(teacher_output.weight)} tokens, the model's "
+                f"{len(self.weight)}: take "
                 "another teacher"
             )
         device = hidden_states.device.type
         computes = torch.is_autocast_enabled(device)
         states = hidden_states.flatten(0, 1).to(torch.get_autocast_dtype(device) if computes else hidden_states.dtype)
-        if taught is not None:
-            theirs = taught.hidden_states.flatten(0, 1).to(states.dtype)
-            taught = dataclasses.replace(taught, hidden_states=theirs)
+        if teacher_output is not None:
+            theirs = teacher_output.hidden_states.flatten(0, 1).to(states.dtype)
+            teacher_output = dataclasses.replace(teacher_output, hidden_states=theirs)
         with torch.autocast(device, enabled=False):
-            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), taught, self.most_chunks)
+            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), teacher_output, self.most_chunks)
         ignored = targets == IGNORED
         return tuple(None if loss is None else loss.view_as(targets).masked_fill(ignored, 0) for loss in losses)
 
@@ -245,14 +255,16 @@ class TokenLossMixin:
     """Processes that divide each sequence in a forward without logits: all get all of it, and return all of its losses;
     each computes its own tokens. Hidden states are those of its own."""
 
-    def forward(self, *args: Any, targets: Tensor | None = None, taught: Taught | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, targets: Tensor | None = None, teacher_output: TeacherOutput | None = None, **kwargs: Any
+    ) -> Any:
         """Run the stock forward, or one that makes no logits.
 
         Args:
             args: arguments of the stock forward.
             targets: the token that each position predicts, [B, T], see `next_tokens`; `labels` and their loss are the
                 stock model's, logits included.
-            taught: a teacher's states for the same tokens.
+            teacher_output: a teacher's states for the same tokens.
             kwargs: keywords of the stock forward; `skip_logits=True` without targets returns hidden states alone.
         Returns:
             `TokenLosses`, or the stock forward's output.
@@ -272,7 +284,7 @@ class TokenLossMixin:
         hidden = model.model(*args, **kwargs).last_hidden_state
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
-        losses = model.lm_head(hidden, targets, taught)
+        losses = model.lm_head(hidden, targets, teacher_output)
         entropy, divergence = (None if loss is None else ranks.all_gather(loss, 1) for loss in losses)
         return TokenLosses(entropy, divergence, hidden)
 

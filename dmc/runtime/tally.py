@@ -85,8 +85,8 @@ class Tally:
         if self._first is None or batch.most_new == 1:
             return
         lengths = seen.slots.long()
-        if seen.top is not None:
-            lengths = lengths + seen.top.exists[:, None]
+        if seen.open_slot is not None:
+            lengths = lengths + seen.open_slot.exists[:, None]
         rows = batch.row_index[batch.sequence]
         lengths = lengths * (batch.positions >= self._first[rows])[:, None]  # [T, H]
         self.slots[layer_index].index_add_(0, rows, lengths)

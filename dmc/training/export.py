@@ -62,7 +62,7 @@ def export_checkpoint(
     *,
     target_ratio: float | None = None,
     overwrite: bool = False,
-    measured: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     use_previous_checkpoint: bool = False,
     trust_run: bool = False,
     device: str | None = None,
@@ -75,7 +75,7 @@ def export_checkpoint(
         output: new or empty folder.
         target_ratio: CR to calibrate to; None: the run's.
         overwrite: replace a folder that was exported here.
-        measured: settings of the run's training to be others: calibrate, calibration_sequences, validation_sequences,
+        overrides: settings of the run's training to replace: calibrate, calibration_sequences, validation_sequences,
             export_dtype.
         use_previous_checkpoint: take the checkpoint before the last one where that is damaged.
         trust_run: let the run's record name code of others as its text.
@@ -92,7 +92,7 @@ def export_checkpoint(
     if device is not None:
         check_device(device)
     config = read_foreign_config(run_folder, trust_run)
-    changes = {**measured, "push_to_hub": push_to_hub}
+    changes = {**overrides, "push_to_hub": push_to_hub}
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")

@@ -15,7 +15,7 @@ from dmc.compression import GateMode, GateTrace, compression_loss, hard_decision
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
-from dmc.models.token_losses import Direction, Taught, token_mean
+from dmc.models.token_losses import Direction, TeacherOutput, token_mean
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import MODEL_CONFIG
 from dmc.training.config import RunConfig
@@ -62,12 +62,12 @@ class Teacher:
         self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
         self.path, self.temperature, self.direction = path, temperature, direction
 
-    def read(self, input_ids: Tensor, documents: Documents | None = None) -> Taught:
+    def read(self, input_ids: Tensor, documents: Documents | None = None) -> TeacherOutput:
         """Run the model on tokens, [B, T], and the documents the student sees; its loss computes the logits."""
         with torch.no_grad():
             found = self.model(input_ids, use_cache=False, documents=documents, skip_logits=True)
         # FSDP2 leaves the weights outside the layers gathered after a forward.
-        return Taught(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
+        return TeacherOutput(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
 
 
 class RetrofitModule(LightningModule):
@@ -177,15 +177,15 @@ class RetrofitModule(LightningModule):
             gate_trace=trace,
             documents=batch["documents"],
             targets=targets,
-            taught=None if self.teacher is None else self.teacher.read(input_ids, batch["documents"]),
+            teacher_output=None if self.teacher is None else self.teacher.read(input_ids, batch["documents"]),
         )
         loss = self._average(losses.cross_entropy, targets, batch)
         metrics = {"train/loss": loss.detach()}
         if losses.divergence is not None and self.config.training.distillation is not None:
-            taught = self._average(losses.divergence, targets, batch)
+            distillation_loss = self._average(losses.divergence, targets, batch)
             share = self.config.training.distillation.weight
-            metrics |= {"train/distillation_loss": taught.detach()}
-            loss = (1 - share) * loss + share * taught
+            metrics |= {"train/distillation_loss": distillation_loss.detach()}
+            loss = (1 - share) * loss + share * distillation_loss
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
             metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}

@@ -91,13 +91,13 @@ def test_backends_write_and_read_alike(backend, gates, dtype):
             seen = backend.append_or_merge(layer, batch, tokens, config)
         wanted = reference.append_or_merge(expected, batch, tokens, config)
         assert_same_state(layer, expected, TOLERANCE[dtype])
-        if wanted.top is not None and seen.top is not None:
-            exists, last = wanted.top.exists, int(batch.last[0])
-            torch.testing.assert_close(seen.top.key[exists], wanted.top.key[exists], rtol=0.02, atol=0.05)
+        if wanted.open_slot is not None and seen.open_slot is not None:
+            exists, last = wanted.open_slot.exists, int(batch.last[0])
+            torch.testing.assert_close(seen.open_slot.key[exists], wanted.open_slot.key[exists], rtol=0.02, atol=0.05)
             head, (row, *_) = 1, batch.rows  # what a prompt's last query sees of its slot is what decoding reads
             held = gather_pages(layer.key_pages, layer.block_tables[row][None], 50, layer.key_scales)[0, head]
             read = held[int(layer.lengths[row, head]) - 1].to(dtype)
-            torch.testing.assert_close(seen.top.key[last, head] * exists[last], read * exists[last])
+            torch.testing.assert_close(seen.open_slot.key[last, head] * exists[last], read * exists[last])
         query = torch.randn(batch.num_tokens, 2 * GROUP, HEAD_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
         out, want = (

@@ -122,7 +122,7 @@ def test_prefill_attention_agrees(
     seen, place = VisibleKeys(slots), batch.positions
     if with_top:
         key, value = (noise(count, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
-        seen.top = OpenSlotState(key, value, place >= torch.tensor([num_new[0] // 2, 0])[batch.sequence])
+        seen.open_slot = OpenSlotState(key, value, place >= torch.tensor([num_new[0] // 2, 0])[batch.sequence])
     if delay:
         wide = batch.extended(delay - 1)
         key, value = (noise(wide.num_tokens, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
@@ -205,7 +205,9 @@ def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtyp
 
 def assert_same_seen(seen: VisibleKeys, expected: VisibleKeys, dtype: torch.dtype) -> None:
     assert torch.equal(seen.slots.long(), expected.slots.long())
-    assert (seen.top is None) == (expected.top is None) and (seen.recent is None) == (expected.recent is None)
+    assert (seen.open_slot is None) == (expected.open_slot is None) and (seen.recent is None) == (
+        expected.recent is None
+    )
     if seen.recent is not None and expected.recent is not None:
         assert torch.equal(seen.recent.exists, expected.recent.exists)
         exists = expected.recent.exists

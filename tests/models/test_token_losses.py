@@ -5,7 +5,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
-from dmc.models.token_losses import LossHead, Taught, num_predicted, token_mean
+from dmc.models.token_losses import LossHead, TeacherOutput, num_predicted, token_mean
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temp
             teacher = None if temperature is None else theirs @ weight.T
             losses = plain_losses(head(states), targets, teacher, temperature, direction)
         else:
-            taught = None if temperature is None else Taught(theirs, weight, temperature, direction)
+            taught = None if temperature is None else TeacherOutput(theirs, weight, temperature, direction)
             losses = head(states, targets, taught)
         loss_of(*losses, targets).backward()
         found.append([losses[0].detach(), states.grad, head.weight.grad])
@@ -90,7 +90,7 @@ def test_gradients_of_the_divergence_are_those_of_finite_differences(monkeypatch
 
     def losses(hidden, weight):
         return torch.func.functional_call(
-            head, {"weight": weight}, (hidden, targets, Taught(theirs, other, 1.7, direction))
+            head, {"weight": weight}, (hidden, targets, TeacherOutput(theirs, other, 1.7, direction))
         )
 
     torch.autograd.gradcheck(losses, (hidden.requires_grad_(), weight.requires_grad_()))
@@ -100,7 +100,9 @@ def test_gradients_of_the_divergence_are_those_of_finite_differences(monkeypatch
 def test_a_model_that_says_what_its_teacher_says_diverges_by_nothing(direction):
     hidden, ids = torch.randn(2, 9, 8), torch.randint(500, (2, 9))
     head = LossHead(8, 500, bias=False)
-    _, divergence = head(hidden, next_tokens(ids), Taught(hidden.clone(), head.weight.detach().clone(), 3.0, direction))
+    _, divergence = head(
+        hidden, next_tokens(ids), TeacherOutput(hidden.clone(), head.weight.detach().clone(), 3.0, direction)
+    )
     assert divergence.abs().max() < 1e-6
 
 
@@ -108,7 +110,9 @@ def test_a_teacher_of_other_words_is_refused():
     head = LossHead(8, 500, bias=False)
     with pytest.raises(ValueError, match="the teacher's vocabulary has 400 tokens, the model's 500"):
         head(
-            torch.randn(1, 4, 8), torch.zeros(1, 4, dtype=torch.long), Taught(torch.randn(1, 4, 8), torch.randn(400, 8))
+            torch.randn(1, 4, 8),
+            torch.zeros(1, 4, dtype=torch.long),
+            TeacherOutput(torch.randn(1, 4, 8), torch.randn(400, 8)),
         )
 
 
@@ -188,7 +192,7 @@ def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype,
                             p, q = (each.float().log_softmax(-1).flatten(0, 1) for each in (taught, logits))
                             loss = loss + F.kl_div(q, p, reduction="batchmean", log_target=True)
                     else:
-                        taught = Taught(theirs, weight, direction=distils) if distils else None
+                        taught = TeacherOutput(theirs, weight, direction=distils) if distils else None
                         loss = loss_of(*head(hidden, targets, taught), targets)
                 loss.backward()
             found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

@@ -89,13 +89,13 @@ def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config,
     with pytest.raises(FileExistsError, match="not empty"):
         export_checkpoint(run.folder, again)
     with pytest.raises(ValueError, match="calibration_sequences=0: expected greater than or equal to 1"):
-        export_checkpoint(run.folder, tmp_path / "none", measured={"calibration_sequences": 0})
-    plain = export_checkpoint(run.folder, tmp_path / "plain", measured={"calibrate": False, "validation_sequences": 2})
+        export_checkpoint(run.folder, tmp_path / "none", overrides={"calibration_sequences": 0})
+    plain = export_checkpoint(run.folder, tmp_path / "plain", overrides={"calibrate": False, "validation_sequences": 2})
     assert "decision_offset" not in run.metrics(plain)
     assert (
         run.metrics(plain)["validation_loss_nats_per_token"] != run.metrics(run.final)["validation_loss_nats_per_token"]
     )
-    half = export_checkpoint(run.folder, tmp_path / "half", measured={"export_dtype": "bfloat16"})
+    half = export_checkpoint(run.folder, tmp_path / "half", overrides={"export_dtype": "bfloat16"})
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
     rounded = load_model(half, dtype="auto")
     assert all(torch.equal(value, one.state_dict()[name].bfloat16()) for name, value in rounded.state_dict().items())

@@ -35,7 +35,7 @@ def test_bfloat16_folders_of_a_float32_run_are_the_same_from_parts_and_from_a_wh
     assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
     parts = load_model(run / "final", dtype="auto").state_dict()
     again = load_model(export_checkpoint(run, tmp_path / "again"), dtype="auto").state_dict()
-    exact = export_checkpoint(run, tmp_path / "exact", measured={"export_dtype": "float32"})
+    exact = export_checkpoint(run, tmp_path / "exact", overrides={"export_dtype": "float32"})
     for name, value in load_model(exact, dtype="auto").state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(parts[name], value.bfloat16()) and torch.equal(again[name], parts[name]), name

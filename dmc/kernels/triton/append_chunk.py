@@ -63,14 +63,14 @@ def append_chunk(
             batch.row_index, cache.lengths, cache.num_free, plan, pairs,
             KV_HEADS=kv_heads, BLOCK_SIZE=cache.block_size, PAIRS=PLANNED_TOGETHER,
         )  # fmt: skip
-        top = _enter_chunk(cache, batch, new, (counts, plan, before), (pooling, window), heads | halves)
+        open_slot = _enter_chunk(cache, batch, new, (counts, plan, before), (pooling, window), heads | halves)
         recent = _recent(batch, new, rings, heads | halves) if delay > 0 else None
         if history > 0:
             _remember_kernel[(pairs, triton.cdiv(history, TILE))](
                 *where, new.key, new.value, new.decisions, new.omega, *rings, *strides(new.key), *strides(new.value),
                 *strides(new.decisions), *strides(new.omega), TILE=TILE, **heads, **halves,
             )  # fmt: skip
-    return VisibleKeys(counts if slots is None else slots, top, recent, is_causal=config is None)
+    return VisibleKeys(counts if slots is None else slots, open_slot, recent, is_causal=config is None)
 
 
 def _enter_chunk(
@@ -81,11 +81,11 @@ def _enter_chunk(
     pools: tuple[str, int],
     constants: dict[str, int],
 ) -> OpenSlotState | None:
-    (pooling, window), top = pools, None
+    (pooling, window), open_slot = pools, None
     if pooling != "none":
         states = torch.empty(new.key.shape, dtype=new.key.dtype, device=new.key.device)
         exists = torch.empty(len(states), dtype=torch.bool, device=states.device)
-        top = OpenSlotState(states, torch.empty_like(states), exists)
+        open_slot = OpenSlotState(states, torch.empty_like(states), exists)
     covered = batch.most_new if pooling == "mean" else TILE
     tiles = batch.tiles(covered)
     _enter_chunk_kernel[(len(tiles), constants["KV_HEADS"])](
@@ -93,13 +93,13 @@ def _enter_chunk(
         new.key, new.value, new.omega, *((None, None) if batch.rotary is None else batch.rotary),
         cache.free_blocks, cache.block_tables, cache.key_pages, cache.value_pages, cache.key_scales, cache.value_scales,
         cache.history_key, cache.history_value, cache.history_omega, cache.mean, cache.weight,
-        *((None, None, None) if top is None else (top.key, top.value, top.exists)),
+        *((None, None, None) if open_slot is None else (open_slot.key, open_slot.value, open_slot.exists)),
         cache.block_tables.shape[-1], covered, len(batch.rows) * constants["KV_HEADS"],
         *strides(new.key), *strides(new.value), *strides(new.omega),
         BLOCK_SIZE=cache.block_size, POOLING=pooling, WINDOW=window,
         AGES=1 if planned[2] is None else planned[2].shape[1], TILE=TILE, **constants,
     )  # fmt: skip
-    return top
+    return open_slot
 
 
 def _recent(batch: ForwardBatch, new: NewTokens, rings: tuple[Tensor, ...], constants: dict[str, int]) -> Recent:
@@ -232,10 +232,10 @@ def _store_rows(states, place, first, second, keep, channel, HALF: tl.constexpr)
 
 
 @triton.jit
-def _write_rows(pages, scales, slot, stays, top, at_top, exists, first, second, channel, HALF: tl.constexpr):
+def _write_rows(pages, scales, slot, stays, open_slot, at_top, exists, first, second, channel, HALF: tl.constexpr):
     """Write states [tokens, channels] into their page slots where they stay, as `pages.quantize` with scales.
 
-    As they can be read again they go to `top`, if it is not None.
+    As they can be read again they go to `open_slot`, if it is not None.
     """
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
@@ -247,10 +247,10 @@ def _write_rows(pages, scales, slot, stays, top, at_top, exists, first, second, 
         first = (first + tl.where(first < 0, -0.5, 0.5)).to(tl.int8)  # truncated
         second = (second + tl.where(second < 0, -0.5, 0.5)).to(tl.int8)
     _store_rows(pages, slot * 2 * HALF, first, second, stays, channel, HALF)
-    if top is not None:
+    if open_slot is not None:
         if scales is not None:
             first, second = first.to(tl.float32) * scale[:, None], second.to(tl.float32) * scale[:, None]
-        _store_rows(top, at_top * 2 * HALF, first, second, exists, channel, HALF)
+        _store_rows(open_slot, at_top * 2 * HALF, first, second, exists, channel, HALF)
 
 
 @triton.jit

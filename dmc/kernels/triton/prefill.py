@@ -41,7 +41,7 @@ def prefill_attention(
     kv_heads, num_blocks = block_tables.shape[1:]
     group, sequences = query_heads // kv_heads, len(batch.rows)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    top, recent = seen.top, seen.recent
+    open_slot, recent = seen.open_slot, seen.recent
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     channels = max(16, triton.next_power_of_2(head_dim))
     row_bytes = channels * query.element_size()
@@ -62,9 +62,9 @@ def prefill_attention(
             seen.slots.contiguous(),
             batch.row_index,
             batch.cu_seqlens,
-            None if top is None else top.key.contiguous(),
-            None if top is None else top.value.contiguous(),
-            None if top is None else top.exists.contiguous(),
+            None if open_slot is None else open_slot.key.contiguous(),
+            None if open_slot is None else open_slot.value.contiguous(),
+            None if open_slot is None else open_slot.exists.contiguous(),
             None if recent is None else recent.key.contiguous(),
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
