@@ -260,11 +260,11 @@ def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(
 
 def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=llama2_70b_cr2", "planner.device=H100", "planner.device_memory_gib=80"]
+    words = ["experiment=llama31_8b_dms8", "planner.device=H100", "planner.device_memory_gib=80"]
     assert run_script("train.py", *words, "plan=json") == ""
     found = json.loads(capsys.readouterr().out)
-    assert found["num_weights"] == 68_976_648_192
-    assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 1024
+    assert found["num_weights"] == 8_030_261_248 + 32 * 8 * 2 * (4096 + 1)  # with the adapter of each KV head
+    assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 32
     assert found["memory"]["total"] < 80 * GIB
     assert list(tmp_path.iterdir()) == []
 
