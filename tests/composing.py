@@ -9,6 +9,8 @@ from dmc.config.command_line import plain_values
 from dmc.training.config import run_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+ALIKE = {"llama2_7b_cr4", "llama2_7b_cr8", "llama2_7b_branch", "llama2_7b_ramp"}
+"""Experiments that have the shapes, ranks and batch of `llama2_7b_cr2`."""
 
 
 def names(group):

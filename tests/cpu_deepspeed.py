@@ -35,14 +35,26 @@ def allow_cpu():
     zero.ZeroStrategy = CpuZeroStrategy
 
 
-def describe_engine(rank, stage, in_bfloat16, file):
-    """Write down what the parts of DeepSpeed that `ZeroStrategy` reads look like, on one rank."""
+def describe_engines(rank, engines, file):
+    """Write down what the parts of DeepSpeed that `ZeroStrategy` reads look like, on one rank.
+
+    Args:
+        rank: this process.
+        engines: stage of each, and whether it computes in bfloat16.
+        file: of what was found, in the order of the engines.
+    """
     import deepspeed
 
     allow_cpu()
+    deepspeed.init_distributed("gloo", verbose=False)
+    file.write_text(json.dumps([_describe_engine(*engine) for engine in engines]))
+
+
+def _describe_engine(stage, in_bfloat16):
+    import deepspeed
+
     from dmc.training.strategies.zero import FLAT_WEIGHTS
 
-    deepspeed.init_distributed("gloo", verbose=False)
     model = torch.nn.Linear(4, 3)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -69,7 +81,7 @@ def describe_engine(rank, stage, in_bfloat16, file):
         engine.backward(loss)
         engine.step()
         applied.append(engine.was_step_applied())
-    found = {
+    return {
         "weights": weights,
         "they are flat, float32 and have AdamW's states": all(
             each.dim() == 1 and each.dtype == torch.float32 and "exp_avg_sq" in zero.optimizer.state[each]
@@ -80,4 +92,3 @@ def describe_engine(rank, stage, in_bfloat16, file):
         "a finite step is applied": applied[1],
         "shape of a weight": list(getattr(model.weight, "ds_shape", model.weight.shape)),
     }
-    file.write_text(json.dumps(found))

@@ -19,7 +19,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "dmc.training",
+        "dmc.training.run",
         "dmc.training.strategies.mesh",
         "dmc.training.strategies.zero",
         "omegaconf",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,37 +44,38 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     return strategy
 
 
-def write_tensors(rank: int, config: RunConfig, folders: list[Path], max_shard_size: str = "50GB") -> None:
-    """Take two steps, save, and export: as all ranks do together, and as a single process would."""
-    export.MAX_SHARD_SIZE = max_shard_size
-    strategy = lay_out(config, seed=1)
-    model = strategy._lightning_module.model  # type: ignore[union-attr]
-    for step in range(2):
-        model(torch.arange(24).view(1, 24) + step, use_cache=False).logits.square().mean().backward()
-        strategy.optimizers[0].step()
-        strategy.optimizers[0].zero_grad()
-    config_of_model = model.config.to_dict()
-    checkpoint = {"global_step": 2, MODEL_CONFIG: config_of_model, "lr_schedulers": [{"_last_lr": [1e-3]}]}
-    strategy.save_checkpoint(checkpoint, folders[0])
-    strategy.saver.wait()
-    if strategy.exports_parts:
-        export.write_parts(strategy, model, folders[0].with_suffix(".together"))
-        if rank == 0:
-            whole = assemble(model.config, read_tensors(folders[0], WEIGHTS))
-            whole.save_pretrained(folders[0].with_suffix(".alone"), max_shard_size=export.MAX_SHARD_SIZE)
+def write_tensors(rank: int, configs: dict[str, RunConfig], folders: list[Path]) -> None:
+    """Take two steps, save, and export: as all ranks do together, and as a single process would; for each layout."""
+    for (layout, config), folder in zip(configs.items(), folders, strict=True):
+        export.MAX_SHARD_SIZE = "50GB" if layout == "fsdp2 on 2" else "20KB"
+        strategy = lay_out(config, seed=1)
+        model = strategy._lightning_module.model  # type: ignore[union-attr]
+        for step in range(2):
+            model(torch.arange(24).view(1, 24) + step, use_cache=False).logits.square().mean().backward()
+            strategy.optimizers[0].step()
+            strategy.optimizers[0].zero_grad()
+        config_of_model = model.config.to_dict()
+        checkpoint = {"global_step": 2, MODEL_CONFIG: config_of_model, "lr_schedulers": [{"_last_lr": [1e-3]}]}
+        strategy.save_checkpoint(checkpoint, folder)
+        strategy.saver.wait()
+        if strategy.exports_parts:
+            export.write_parts(strategy, model, folder.with_suffix(".together"))
+            if rank == 0:
+                whole = assemble(model.config, read_tensors(folder, WEIGHTS))
+                whole.save_pretrained(folder.with_suffix(".alone"), max_shard_size=export.MAX_SHARD_SIZE)
 
 
-def compare_tensors(rank: int, config: RunConfig, folders: list[Path]) -> None:
-    """Load each checkpoint into other weights and compare all of it with what one process reads."""
-    for folder in folders:
-        strategy = lay_out(config, seed=2)
+def compare_tensors(rank: int, configs: dict[str, RunConfig], folders: list[Path]) -> None:
+    """Load each checkpoint into other weights, at each layout, and compare all of it with what one process reads."""
+    for layout, folder in itertools.product(configs, folders):
+        strategy = lay_out(configs[layout], seed=2)
         strategy.load_checkpoint(folder)
         expected = read_tensors(folder, "")
         found: dict[str, Tensor] = strategy.tensors()
         assert found.keys() == expected.keys()
         for name, value in found.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(whole, expected[name]), f"{folder.name}: {name}"
+            assert torch.equal(whole, expected[name]), f"{layout} of {folder.name}: {name}"
         assert any(name.endswith(".exp_avg") and value.any() for name, value in expected.items())
 
 

@@ -19,8 +19,13 @@ STAGES = {
 }
 VARIANTS = {
     "delays": {"delays": [5, 3, 2], "ratio_control": {"gain": 0.5, "max_weight": 50.0}},
-    "rate": {"stages": {**STAGES, "solidify": {"length": "2 steps", "learning_rate": 1e-4}}},
-    "tokens": {"stages": {**STAGES, "retrofit": {"length": "256 tokens_per_ratio"}}},  # two steps
+    "tokens and rate": {
+        "stages": {
+            "zero_out": {"length": "2 steps"},
+            "retrofit": {"length": "256 tokens_per_ratio"},  # two steps
+            "solidify": {"length": "2 steps", "learning_rate": 1e-4},
+        }
+    },
 }
 
 
@@ -38,7 +43,7 @@ def build(run_values, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("variant", ["delays", "rate", pytest.param("tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_path, variant):
     settings = VARIANTS[variant]
     train(build("ramp", 4.0, milestones={"ratios": [2.0, 3.0]}, **settings))

@@ -7,16 +7,14 @@ enters the same collectives in the same order. Layers are alike, so two stand fo
 import pytest
 import torch
 import torch.distributed as dist
-from composing import composed, names
+from composing import ALIKE, composed, names
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dmc.training.planning.fake_step import fake_step
 
-REPEATS = ("llama2_7b_cr4", "llama2_7b_cr8")
-"""Have the shapes and ranks of `llama2_7b_cr2`."""
-SHARDED = sorted({name for name in names("experiment") if name.startswith("llama")} - {*REPEATS})
+SHARDED = sorted({name for name in names("experiment") if name.startswith("llama")} - ALIKE)
 GPUS_OF_A_NODE = "trainer.devices=8"
 
 
@@ -57,7 +55,6 @@ def collectives_of(config, rank):
     [
         *(pytest.param(name, [], id=name) for name in SHARDED),
         pytest.param("llama2_70b_cr2", ["trainer.tensor_parallel_size=8"], id="llama2_70b_cr2, cut heads"),
-        pytest.param("llama2_13b_cr2", ["trainer.strategy=hsdp"], id="llama2_13b_cr2, copies"),
         pytest.param("llama2_13b_cr2", ["trainer.context_parallel_size=8"], id="llama2_13b_cr2, contexts"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cpu_deepspeed import describe_engine
+from cpu_deepspeed import describe_engines
 from launching import Processes
 from lightning import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
@@ -48,17 +48,20 @@ def test_lightning_has_the_strategies_private_names(name):
         assert not inspect.signature(value).parameters, name
 
 
-@pytest.mark.parametrize(("stage", "precision"), ENGINES)
-def test_deepspeed_keeps_weights_and_links_where_they_are_read(stage, precision, tmp_path):
+def test_deepspeed_keeps_weights_and_links_where_they_are_read(tmp_path):
     log, file = tmp_path / "log", tmp_path / "found"
-    with Processes(describe_engine, (stage, precision == "bf16", file), 1, log) as processes:
+    engines = [(stage, precision == "bf16") for stage, precision in ENGINES]
+    with Processes(describe_engines, (engines, file), 1, log) as processes:
         assert processes.join() == [0], log.read_text()[-4000:]
-    weights, groups = ENGINES[stage, precision]
-    assert json.loads(file.read_text()) == {
-        "weights": [weights],
-        "they are flat, float32 and have AdamW's states": True,
-        "groups": groups,
-        "a step that is not finite is applied": False,
-        "a finite step is applied": True,
-        "shape of a weight": [3, 4],
+    found = dict(zip(ENGINES, json.loads(file.read_text()), strict=True))
+    assert found == {
+        engine: {
+            "weights": [weights],
+            "they are flat, float32 and have AdamW's states": True,
+            "groups": groups,
+            "a step that is not finite is applied": False,
+            "a finite step is applied": True,
+            "shape of a weight": [3, 4],
+        }
+        for engine, (weights, groups) in ENGINES.items()
     }

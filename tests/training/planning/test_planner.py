@@ -6,7 +6,6 @@ import measured_memory
 import pytest
 import torch
 import yaml
-from composing import composed
 from launching import Processes
 from planned import SHAPE, gpus, plan, run
 from scripts_here import run_script
@@ -50,13 +49,10 @@ def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
 @pytest.mark.parametrize(
     ("compression", "precision", "length", "checkpointing"),
     [
-        (None, "32-true", 192, False),
         (None, "bf16-mixed", 48, True),
         ({}, "32-true", 128, False),
-        ({}, "32-true", 128, True),
-        pytest.param({}, "bf16-mixed", 48, False, marks=pytest.mark.slow),
-        pytest.param({}, "bf16-mixed", 48, True, marks=pytest.mark.slow),
-        pytest.param({"delay": 16}, "32-true", 128, True, marks=pytest.mark.slow),
+        ({}, "bf16-mixed", 48, True),
+        ({"delay": 16}, "32-true", 128, True),
     ],
     ids=str,
 )
@@ -84,11 +80,10 @@ def test_a_teacher_is_planned_with_its_weights_its_logits_and_its_work():
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [
-        (2, {"training__activation_checkpointing": True}),
-        pytest.param(2, {"trainer__precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        pytest.param(4, {"trainer__strategy": "hsdp", "trainer__shard_size": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"trainer__accumulate_locally": True}, marks=pytest.mark.slow),
-        pytest.param(2, {"trainer__tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        (2, {"trainer__precision": "bf16-mixed"}),
+        (4, {"trainer__strategy": "hsdp", "trainer__shard_size": 2, "training__activation_checkpointing": True}),
+        (2, {"trainer__accumulate_locally": True}),
+        (2, {"trainer__tensor_parallel_size": 2}),
         (2, {"trainer__context_parallel_size": 2}),
     ],
     ids=str,
@@ -128,19 +123,16 @@ TP = {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}
     [
         (1, {"trainer__precision": "bf16-mixed"}),
         (1, {"training__batch_size": 2, "training__activation_checkpointing": True, "training__gates_only": True}),
-        (4, {"trainer__strategy": "fsdp2", "trainer__precision": "bf16-mixed", "training__batch_size": 8}),
-        *(
-            pytest.param(4, {"trainer__strategy": "fsdp2", **changes}, marks=pytest.mark.slow)
-            for changes in (
-                {
-                    "training__activation_checkpointing": True,
-                    "training__distillation": {"path": "teacher"},
-                    "trainer__accumulate_locally": True,
-                },
-                {"trainer__strategy": "hsdp", "trainer__shard_size": 2},
-                {"trainer__tensor_parallel_size": 2},
-            )
+        (
+            4,
+            {
+                "trainer__strategy": "fsdp2",
+                "training__activation_checkpointing": True,
+                "training__distillation": {"path": "teacher"},
+                "trainer__accumulate_locally": True,
+            },
         ),
+        (8, {"trainer__strategy": "hsdp", "trainer__shard_size": 2, "trainer__tensor_parallel_size": 2}),
     ],
     ids=str,
 )
@@ -212,6 +204,7 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
     operations = tokens * (6 * matrices + 12 * 3 * 128 * 64)
     assert found.gpu_hours == pytest.approx(operations / (312e12 * 0.5) / 3600)
     assert found.days == pytest.approx(found.gpu_hours / 8 / 24)
+    assert "GPU-hours" in plan_table(found)
     assert [(stage.name, stage.steps) for stage in found.stages] == [("zero_out", 2), ("retrofit", 5)]
     assert sum(stage.tokens for stage in found.stages) == tokens
 
@@ -267,11 +260,11 @@ def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(
 
 def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=llama2_70b_cr2", "planner.device=H100", "planner.device_memory_gib=80"]
+    words = ["experiment=llama31_8b_dms8", "planner.device=H100", "planner.device_memory_gib=80"]
     assert run_script("train.py", *words, "plan=json") == ""
     found = json.loads(capsys.readouterr().out)
-    assert found["num_weights"] == 68_976_648_192
-    assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 1024
+    assert found["num_weights"] == 8_030_261_248 + 32 * 8 * 2 * (4096 + 1)  # with the adapter of each KV head
+    assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 32
     assert found["memory"]["total"] < 80 * GIB
     assert list(tmp_path.iterdir()) == []
 
@@ -285,14 +278,6 @@ def test_command_refuses_what_does_not_fit_in_one_line(tmp_path, monkeypatch, ca
     assert "the largest part is optimizer states, 513.9 GiB: try a strategy that divides all states" in line
     assert "total" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["llama2_7b_cr4", pytest.param("llama2_13b_cr2", marks=pytest.mark.slow)])
-def test_every_llama_experiment_fits(name):
-    config = composed(f"experiment={name}", "trainer.devices=8")
-    found = plan(config, device="H100", device_memory_gib=80)
-    found.refuse_what_does_not_fit(config)
-    assert "GPU-hours" in plan_table(found)
 
 
 @pytest.mark.parametrize("gate_input", ["neuron", "hidden"])

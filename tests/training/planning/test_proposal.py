@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from composing import composed, names, opening
+from composing import ALIKE, composed, names, opening
 from planned import gpus, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,8 +14,6 @@ from dmc.training.planning.planner import GIB, plan_training, proposal_line, pro
 from dmc.training.planning.proposal import HEADROOM, Layout, propose
 
 ON_GPUS = [name for name in names("experiment") if name.startswith("llama") and "train.py" in opening(name)[1]]
-ALIKE = {"llama2_7b_cr4", "llama2_7b_cr8", "llama2_7b_branch", "llama2_7b_ramp"}
-"""Have the shapes, ranks and batch of `llama2_7b_cr2`."""
 H100 = PlannerConfig(device="NVIDIA H100 80GB HBM3", device_memory_gib=80.0)
 
 
@@ -42,7 +40,7 @@ def test_the_largest_micro_batch_that_fits_is_proposed():
     for size in (1, 2, 4, 8, 16, 32):
         other = Layout("fsdp2", None, False, size).of_run(config)
         totals[size] = plan_memory(other, 3, 2, on_gpu=True).total
-    for best in (2, 8, 16):
+    for best in (2, 16):
         device = dataclasses.replace(alone.device, memory_gib=(totals[best] + 1000) / (1 - HEADROOM) / GIB)
         better = propose_settings(config, dataclasses.replace(alone, device=device))
         assert better.settings == [f"training.micro_batch_size={best}"]
@@ -118,7 +116,6 @@ def test_what_a_plan_traces_grows_with_neither_delay_nor_length_nor_vocabulary(t
     wide = {**gpus().base.shape, "vocab_size": 151_936}
     counts = {
         operations(length, compression={"delay": delay}, training__distillation=teacher, base__shape=wide)
-        for delay in (16, 128, 256, 512)
-        for length in (4096, 8192)
+        for delay, length in ((16, 4096), (512, 4096), (512, 8192))
     }
     assert len(counts) == 1 and counts.pop() < (3400 if teacher is None else 4000)
