@@ -9,8 +9,8 @@ while [[ ${1-} == --* ]]; do
     options+=("$1")
     shift
 done
-told=$(python slurm/setting.py output_dir,training.milestones.ratios "$@")
-{ read -r folder; read -r ratios || true; } <<< "$told"
+values=$(python slurm/setting.py output_dir,training.milestones.ratios "$@")
+{ read -r folder; read -r ratios || true; } <<< "$values"
 ramp=$(sbatch --parsable --job-name=ramp "${options[@]}" slurm/train.sbatch "$@")
 echo "$ramp $folder"
 for ratio in $ratios; do

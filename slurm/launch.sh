@@ -70,13 +70,13 @@ is_refused() {
 is_crash() {
     case $(first_failure "$1") in
         *'Exited with exit code 70') ! is_refused "$1" ;;
-        '' | *'Exited with exit code'* | *Terminated*) false ;; # told to end, from outside
+        '' | *'Exited with exit code'* | *Terminated*) false ;; # ended from outside
         *) true ;;
     esac
 }
 
-# tell_failure FOLDER FILE: why ranks ended, in one line: what srun reported first in FILE, and that rank's last line.
-tell_failure() {
+# describe_failure FOLDER FILE: why ranks ended, in one line: what srun reported first in FILE, and that rank's last line.
+describe_failure() {
     local failure rank last=""
     failure=$(first_failure "$2")
     rank=$(sed -nE 's/.*: tasks? ([0-9]+).*/\1/p' <<<"$failure")
@@ -91,7 +91,7 @@ restart_after_a_crash() {
     checkpoint=$(find "$folder/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2>/dev/null | sort | tail -n 1) || true
     checkpoint=${checkpoint:-no checkpoint yet}
     before=$(grep -cF "job $THIS_JOB from $checkpoint: " "$crashes" 2>/dev/null) || true
-    echo "$(date -Is) job $THIS_JOB from $checkpoint: $(tell_failure "$@")" >>"$crashes"
+    echo "$(date -Is) job $THIS_JOB from $checkpoint: $(describe_failure "$@")" >>"$crashes"
     if [ "${before:-0}" -ge "$MAX_RESTARTS" ]; then
         echo "not restarted: $before restarts from the same place (MAX_RESTARTS); last good checkpoint: $checkpoint"
     else
@@ -103,18 +103,18 @@ restart_after_a_crash() {
 # train_on_all_tasks FOLDER SETTING...: train with one rank per task. SIGUSR1, which Slurm sends to this shell before the
 # limit, is passed on; then the job is requeued, unless the run is done.
 train_on_all_tasks() {
-    local folder=$1 told="" timer="" status=0 step said
+    local folder=$1 signaled="" timer="" status=0 step said
     start_ranks "$@"
-    trap 'told=yes; kill -USR1 "$step"; [ -n "$timer" ] || { requeue_before_the_limit & timer=$!; }' USR1
+    trap 'signaled=yes; kill -USR1 "$step"; [ -n "$timer" ] || { requeue_before_the_limit & timer=$!; }' USR1
     wait "$step" || status=$?
-    while [ -n "$told" ] && kill -0 "$step" 2>/dev/null; do # a signal ends a wait
+    while [ -n "$signaled" ] && kill -0 "$step" 2>/dev/null; do # a signal ends a wait
         status=0
         wait "$step" || status=$?
     done
     [ -z "$timer" ] || kill "$timer" 2>/dev/null || true # or it might requeue the next turn
     cat "$said"
     [ "$status" -ne 0 ] || return 0
-    echo "$(date -Is) ended: $(tell_failure "$folder" "$said")"
-    if [ -n "$told" ] && ! is_refused "$said"; then requeue || true; else restart_after_a_crash "$folder" "$said"; fi
+    echo "$(date -Is) ended: $(describe_failure "$folder" "$said")"
+    if [ -n "$signaled" ] && ! is_refused "$said"; then requeue || true; else restart_after_a_crash "$folder" "$said"; fi
     return "$status"
 }

@@ -51,7 +51,7 @@ def failures(folder: Path, metrics: Metrics, total_steps: int, saved: dict[str, 
         if not math.isfinite(values["train/loss"]) or values.get("train/skipped_steps", 0):
             yield f"step {step} was skipped: its loss is {values['train/loss']}"
     if not is_final(folder / "final"):
-        yield f"{folder / 'final'} is no whole model"
+        yield f"{folder / 'final'} is no complete model"
 
 
 def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
         found = [values[name] for values in steps if name in values]
         return median(found) if found else None
 
-    def told(value: float | None, text: str, otherwise: str = "not known") -> str:
+    def written(value: float | None, text: str, otherwise: str = "not known") -> str:
         return otherwise if value is None else text.format(value)
 
     seconds, device, memory = typical("train/seconds_per_step"), plan["device"], plan["memory"]
@@ -76,16 +76,16 @@ def table(folder: Path, plan: dict[str, Any], metrics: Metrics, saved: dict[str,
     hours = None if seconds is None else seconds * plan["steps"] * plan["num_devices"] / 3600
     loss = [step["train/loss"] for step in (steps[0], steps[-1])]
     rows = [
-        ("tokens per second", told(typical("train/tokens_per_second"), "{:,.0f}"), ""),
-        ("seconds per step", told(seconds, "{:.3f}"), ""),
-        ("of them, waiting for data", told(typical("train/data_seconds_per_step"), "{:.3f}"), ""),
-        ("MFU", told(typical("train/mfu"), "{:.1%}", f"peak of {device['name']} not known"),
+        ("tokens per second", written(typical("train/tokens_per_second"), "{:,.0f}"), ""),
+        ("seconds per step", written(seconds, "{:.3f}"), ""),
+        ("of them, waiting for data", written(typical("train/data_seconds_per_step"), "{:.3f}"), ""),
+        ("MFU", written(typical("train/mfu"), "{:.1%}", f"peak of {device['name']} not known"),
          f"{plan['utilization']:.0%} assumed"),
         (f"peak of a rank, {'allocated' if device['is_gpu'] else 'resident with Python and its libraries'}",
          f"{peak:.2f} GiB" + (f" ({peak / tensors - 1:+.0%})" if device["is_gpu"] else ""), of_plan),
         ("checkpoint", f"{size / GIB:.2f} GiB in {saved['seconds']:.1f} s", f"{planned_checkpoint / GIB:.2f} GiB"),
-        (f"the whole run, {plan['steps']:,} steps, in device-hours", told(hours, "{:,.1f}"),
-         told(plan["gpu_hours"], "{:,.1f}")),
+        (f"the whole run, {plan['steps']:,} steps, in device-hours", written(hours, "{:,.1f}"),
+         written(plan["gpu_hours"], "{:,.1f}")),
         ("loss at the first and last step", f"{loss[0]:.3f}, {loss[1]:.3f}", ""),
     ]  # fmt: skip
     return ["| what | measured | plan |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
