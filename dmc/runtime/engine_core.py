@@ -14,7 +14,7 @@ from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.generation import FinishReason, GenerationStats
 from dmc.runtime.request import Request, Sequence, TokenEvent
 from dmc.runtime.runner import Runner
-from dmc.runtime.sampling import Distributions, Sampling, distributions, new_generator
+from dmc.runtime.sampling import Distributions, Sampling, TokenCounts, distributions, new_generator
 from dmc.runtime.scheduler import ScheduledChunk, Scheduler
 from dmc.runtime.tally import Held
 
@@ -34,6 +34,7 @@ class EngineCore:
         self.scheduler, self.runner, self.cache = scheduler, runner, runner.cache
         self._tokenizer = tokenizer
         self._vocab_size = runner.model.get_input_embeddings().num_embeddings
+        self._counts: TokenCounts | None = None
         self.by_sequence: dict[Sequence, Request] = {}
         """The continuation of each sequence."""
 
@@ -131,8 +132,9 @@ class EngineCore:
         return Sampling.of([request.params for request in requests], uniforms, self._vocab_size)
 
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
-        histories = [request.history(logits.shape[-1], logits.device) for request in requests]
-        found, errors = distributions(logits, [request.params for request in requests], histories)
+        self._counts = self._counts or TokenCounts(logits.shape[-1], logits.device)
+        histories = [request.history for request in requests]
+        found, errors = distributions(logits, [request.params for request in requests], histories, self._counts)
         sampling = self._sampling(requests)
         packed = self.runner.packed(found.choose(sampling))
         return self._accept(requests, packed, sampling, found, errors)
@@ -191,6 +193,8 @@ class EngineCore:
         """End a continuation and free its blocks, which the prefix cache takes over only if they are valid."""
         sequence = request.sequence
         request.finish(reason, self.stats(request), self._tokenizer)
+        if self._counts is not None and request.history is not None:
+            self._counts.close(request.history)
         self.by_sequence.pop(sequence, None)
         self.scheduler.finish(sequence, cache_is_valid)
         sequence.num_preemptions, sequence.held = 0, Held()

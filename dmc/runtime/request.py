@@ -225,11 +225,12 @@ class Request:
         tokens = self.sequence.tokens
         return tokens[len(tokens) - len(self.logprobs) :]
 
-    def history(self, vocab_size: int, device: torch.device) -> History | None:
-        """Return the tokens so far on the device where the next one's logits depend on them; kept from then on."""
+    @property
+    def history(self) -> History | None:
+        """Tokens so far, where the next one's logits depend on them."""
         if self._history is None and self.params.changes_logits:
-            tokens, count = self.sequence.tokens, len(self.logprobs)
-            self._history = History(tokens[: len(tokens) - count], self.new_tokens, vocab_size, device)
+            tokens = self.sequence.tokens
+            self._history = History(tokens, len(tokens) - len(self.logprobs))
         return self._history
 
     @property
@@ -255,8 +256,6 @@ class Request:
         self.logprobs.append(logprob)
         if self._uniforms:
             self._uniforms.pop()
-        if self._history is not None:
-            self._history.add(token)
         if self.params.top_logprobs:
             self.top_logprobs.append(top)
         text = "" if self.text_stream is None else self.text_stream.push(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,37 +13,65 @@ from dmc.ranks import Ranks
 from dmc.runtime.options import SamplingParams
 
 
+@dataclass(eq=False)
 class History:
-    """The tokens of a row so far, on the device, for penalties and processors; appending costs O(1) amortized.
+    """The tokens of a row so far, which penalties and processors look at."""
+
+    tokens: list[int]
+    """Prompt and continuation; it may grow."""
+    begin: int = 0
+    """Where the continuation begins."""
+    slot: int | None = None
+    """Its row in `TokenCounts`."""
+    num_counted: int = 0
+    """How many of the tokens are counted there."""
+
+
+class TokenCounts:
+    """How often each token occurs in histories, on the device; the new tokens of all rows are counted together.
 
     Args:
-        before: tokens before the row's continuation.
-        since: tokens of the continuation so far.
         vocab_size: size of the vocabulary.
         device: device of the logits.
     """
 
-    def __init__(
-        self, before: list[int], since: list[int], vocab_size: int, device: torch.device | str = "cpu"
-    ) -> None:
-        self._count = len(before) + len(since)
-        self._tokens = torch.tensor([*before, *since], dtype=torch.long, device=device)
-        parts = self._tokens, self._tokens[len(before) :]
-        self.counts = torch.stack([torch.bincount(part, minlength=vocab_size) for part in parts])
-        """How often each token occurred at all, and in the continuation, int64 [2, vocab]."""
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._counts = torch.zeros(2, 0, vocab_size, dtype=torch.int32, device=device)
+        self._free: list[int] = []
 
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens of prompt and continuation, int64 [1, t]."""
-        return self._tokens[None, : self._count]
+    def of(self, histories: Sequence[History]) -> Tensor:
+        """Return how often each token occurs at all, and in the continuation, int32 [2, R, vocab]."""
+        kinds: list[int] = []
+        slots: list[int] = []
+        tokens: list[int] = []
+        for history in histories:
+            slot = history.slot = self._open() if history.slot is None else history.slot
+            new = history.tokens[history.num_counted :]
+            generated = history.tokens[max(history.num_counted, history.begin) :]
+            kinds += [0] * len(new) + [1] * len(generated)
+            slots += [slot] * (len(new) + len(generated))
+            tokens += new + generated
+            history.num_counted = len(history.tokens)
+        if tokens:
+            place = torch.tensor([kinds, slots, tokens], device=self._counts.device)
+            ones = torch.ones_like(place[0], dtype=torch.int32)
+            self._counts.index_put_((place[0], place[1], place[2]), ones, accumulate=True)
+        return self._counts[:, torch.tensor([history.slot for history in histories], device=self._counts.device)]
 
-    def add(self, token: int) -> None:
-        """Append the continuation's next token."""
-        if self._count == len(self._tokens):
-            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(max(self._count, 64))))
-        self._tokens[self._count] = token
-        self.counts[:, token] += 1
-        self._count += 1
+    def close(self, history: History) -> None:
+        """Let others have a history's row."""
+        if history.slot is not None:
+            self._free.append(history.slot)
+
+    def _open(self) -> int:
+        if not self._free:
+            size = self._counts.shape[1]
+            more = max(size, 4)
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(2, more, self._counts.shape[2])), dim=1)
+            self._free = list(range(size, size + more))
+        slot = self._free.pop()
+        self._counts[:, slot] = 0
+        return slot
 
 
 CANDIDATES = 1024
@@ -128,7 +157,10 @@ class Distributions(NamedTuple):
 
 
 def distributions(
-    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History | None] | None = None
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[History | None] | None = None,
+    counts: TokenCounts | None = None,
 ) -> tuple[Distributions, dict[int, Exception]]:
     """Apply penalties and processors.
 
@@ -136,11 +168,13 @@ def distributions(
         logits: logits, [R, vocab].
         params: parameters of each row.
         histories: tokens of each row so far; None: its params do not change logits, or there is no token before.
+        counts: how often these occurred, as far as they have been counted; None: they have not been.
     Returns:
         What the next token of every row is chosen by, and the errors of rows whose processors failed, by row.
     """
     log_probs = logits.float().log_softmax(-1)
-    scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params))
+    counts = counts or TokenCounts(logits.shape[-1], logits.device)
+    scores, errors = _processed(log_probs, logits, params, histories or [None] * len(params), counts)
     return Distributions(log_probs, scores), errors
 
 
@@ -165,16 +199,19 @@ def choose(log_probs: Tensor, scores: Tensor, settings: Tensor, width: int, num_
 
 
 def _processed(
-    log_probs: Tensor, logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History | None]
+    log_probs: Tensor,
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[History | None],
+    counts: TokenCounts,
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Apply penalties and processors to the rows that have any; other rows keep their log-probabilities."""
     errors: dict[int, Exception] = {}
     rows = [row for row, settings in enumerate(params) if settings.changes_logits]
     if not rows:
         return log_probs, errors
-    device, nothing = logits.device, History([], [], logits.shape[-1], logits.device)
-    past = [histories[row] or nothing for row in rows]
-    came, generated = torch.stack([history.counts for history in past], dim=1)  # both [rows, vocab]
+    device, past = logits.device, [histories[row] or History([]) for row in rows]
+    came, generated = counts.of(past)  # both [rows, vocab]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     penalties = [[getattr(params[row], name) for name in names] for row in rows]
     repetition, presence, frequency = torch.tensor(penalties, device=device).T[..., None]
@@ -186,7 +223,8 @@ def _processed(
             scores[row, [*biases]] += torch.tensor([*biases.values()], device=device)
         if (processor := params[row].logits_processor) is not None:
             try:
-                processed = processor(history.tokens, scores[row : row + 1])
+                tokens = torch.tensor([history.tokens], dtype=torch.long, device=device)
+                processed = processor(tokens, scores[row : row + 1])
                 if processed.shape != (1, logits.shape[-1]):
                     raise ValueError(
                         f"logits_processor gave {tuple(processed.shape)}: expected {(1, logits.shape[-1])}"

@@ -4,10 +4,11 @@ import math
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmc import SamplingParams
 from dmc.runtime.request import Request, Sequence
-from dmc.runtime.sampling import CANDIDATES, History, Sampling, distributions
+from dmc.runtime.sampling import CANDIDATES, History, Sampling, TokenCounts, distributions
 
 LOG_PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log()
 
@@ -224,7 +225,7 @@ def test_distributions_are_those_of_transformers(settings):
             logits.expand(uniforms, -1),
             [params] * uniforms,
             [generator] * uniforms,
-            [History(*history, 40)] * uniforms,
+            [History(history[0] + history[1], len(history[0]))] * uniforms,
         ]
         choice = choose(*rows)
         generator.manual_seed(trial)
@@ -246,7 +247,7 @@ def test_penalties_and_processors_act_on_their_own_rows():
         SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=-0.25, logit_bias={9: 0.125, 11: -3}),
     ]
     many = (([1, 2], [3]), ([4], []), ([1, 2], [5, 5, 6]), ([7], [8]), ([5], [9, 9, 9, 11]))
-    histories = [History(*each, 30) for each in many]
+    histories = [History(before + since, len(before)) for before, since in many]
     seen = []
     params[4] = dataclasses.replace(params[4], logits_processor=lambda tokens, scores: seen.append(scores) or scores)
     choice = choose(logits, params, [None] * 5, histories)
@@ -255,7 +256,9 @@ def test_penalties_and_processors_act_on_their_own_rows():
     naive[11] += -1 * 0.5 + 0.25 - 3
     torch.testing.assert_close(seen[0][0], naive)
     for row in range(5):
-        alone = choose(logits[row : row + 1], params[row : row + 1], [None], histories[row : row + 1])
+        before, since = many[row]
+        history = History(before + since, len(before))
+        alone = choose(logits[row : row + 1], params[row : row + 1], [None], [history])
         assert alone.tokens[0] == choice.tokens[row]
     expected = logits[2].clone()
     expected[[5, 6]] -= 1.25  # once, and not the prompt's
@@ -265,13 +268,43 @@ def test_penalties_and_processors_act_on_their_own_rows():
     assert torch.equal(choice.top_tokens, best.indices) and torch.equal(choice.top_logprobs, best.values)
 
 
-def test_a_history_that_has_grown_is_one_made_of_all_its_tokens():
-    for before, since in HISTORIES:
-        grown, more = History(before, since, 40), torch.randint(40, (200,)).tolist()
-        for count, token in enumerate(more, 1):
-            grown.add(token)
-            whole = History(before, since + more[:count], 40)
-            assert torch.equal(grown.tokens, whole.tokens) and torch.equal(grown.counts, whole.counts)
+def test_counts_follow_histories_that_come_grow_and_go():
+    generator, counts = torch.Generator().manual_seed(0), TokenCounts(40)
+    histories = [History(before + since, len(before)) for before, since in HISTORIES]
+    for trial in range(30):
+        for found, is_generated in zip(counts.of(histories), (False, True), strict=True):
+            parts = [each.tokens[each.begin * is_generated :] for each in histories]
+            expected = [torch.tensor(part, dtype=torch.long).bincount(minlength=40) for part in parts]
+            assert torch.equal(found, torch.stack(expected).int())
+        for history in histories[trial % 2 :]:
+            history.tokens += torch.randint(40, (trial % 3,), generator=generator).tolist()
+        if trial % 5 == 4:
+            counts.close(histories.pop(0))
+            histories += [History([trial, trial, 3], 1)] * (1 + trial % 2)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += not function.is_view
+        return function(*arguments, **(keywords or {}))
+
+
+def test_penalties_launch_the_same_for_any_number_of_rows():
+    found = []
+    for rows in (1, 16):
+        histories, counts = [History([1, 2, row]) for row in range(rows)], TokenCounts(40)
+        params = [SamplingParams(repetition_penalty=1.2)] * rows
+        distributions(torch.randn(rows, 40), params, histories, counts)
+        for history in histories:
+            history.tokens.append(3)
+        with Operations() as operations:
+            distributions(torch.randn(rows, 40), params, histories, counts)
+        found.append(operations.count)
+    assert found[0] == found[1]
 
 
 def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone():
