@@ -51,9 +51,9 @@ class OptimizerStep:
         """Metrics of the last step that the host has read."""
         self.is_last_micro_batch = False
         self._skipped_steps: int | Tensor = 0
-        self._skipped_in_a_row: int | Tensor = 0  # as the device counts
-        self._read_in_a_row, self._last_skipped = 0, 0  # as the host does
-        self._unread: Figures | None = None
+        self._skips_in_a_row_on_device: int | Tensor = 0  # as the device counts
+        self._skips_in_a_row, self._last_skipped = 0, 0  # as the host does
+        self._pending: Figures | None = None
 
     def run(self, module: Any, micro_batches: list[dict[str, Any]]) -> None:
         """Take one optimizer step, on all ranks together.
@@ -83,9 +83,9 @@ class OptimizerStep:
         positions = [micro_batch["position"] for micro_batch in micro_batches]
         if strategy.clips_in_optimizer:
             optimizer.step()
-            figures = self.agree(module, step, positions)
+            figures = self.average_and_decide(module, step, positions)
         else:
-            figures = self.agree(module, step, positions)
+            figures = self.average_and_decide(module, step, positions)
             self.clip_or_skip(module, optimizer.optimizer, figures)
             optimizer.step()
         optimizer.zero_grad()
@@ -93,13 +93,13 @@ class OptimizerStep:
         # Log the step before, which the host reads now that this one is queued. Stop if too many in a row were skipped:
         # until the host knows, the device skips all that follow.
         self.read(trainer)
-        self._unread = figures
+        self._pending = figures
         if strategy.clips_in_optimizer:
             self.read(trainer)  # DeepSpeed has waited for the device already
-        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+        if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             trainer.should_stop = True  # upon which `SaveLast` saves
 
-    def agree(self, module: Any, step: int, positions: Sequence[list[int]] = ()) -> Figures:
+    def average_and_decide(self, module: Any, step: int, positions: Sequence[list[int]] = ()) -> Figures:
         """Average the figures of a step over micro-batches and ranks, and decide whether to skip it.
 
         A figure that is not finite on one rank makes the mean so on all of them: all skip, or none.
@@ -108,8 +108,8 @@ class OptimizerStep:
         names = list(module.micro_batch_metrics[0])
         means = [torch.stack([m[name].double() for m in module.micro_batch_metrics]).mean() for name in names]
         figures = Ranks.world().all_reduce(torch.stack([*means, norm.to(module.device).double()]), "avg")
-        is_skipped = ~figures.isfinite().all() | (self._skipped_in_a_row >= self.training.max_nonfinite_steps)
-        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * is_skipped
+        is_skipped = ~figures.isfinite().all() | (self._skips_in_a_row_on_device >= self.training.max_nonfinite_steps)
+        self._skips_in_a_row_on_device = (self._skips_in_a_row_on_device + 1) * is_skipped
         self._skipped_steps = self._skipped_steps + is_skipped
 
         settings = module.settings_at(step)
@@ -134,43 +134,43 @@ class OptimizerStep:
 
     def read(self, trainer: Any) -> None:
         """Log the figures of the last step, for which the host waits."""
-        unread, self._unread = self._unread, None
-        if unread is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        numbers = unread.numbers.read()
-        figures = dict(zip(unread.names, numbers, strict=False))
-        is_skipped, *losses = numbers[len(unread.names) :]
-        self._count(unread, bool(is_skipped), figures, losses, trainer.global_rank)
+        numbers = pending.numbers.read()
+        figures = dict(zip(pending.names, numbers, strict=False))
+        is_skipped, *losses = numbers[len(pending.names) :]
+        self._count(pending, bool(is_skipped), figures, losses, trainer.global_rank)
         metrics = {
             RATIO_METRICS.get(name, name): 1 / value if name in RATIO_METRICS else value
             for name, value in figures.items()
         }
-        self.latest = metrics | unread.settings
-        if (unread.step + 1) % self.training.log_every_steps == 0:
+        self.latest = metrics | pending.settings
+        if (pending.step + 1) % self.training.log_every_steps == 0:
             for run_logger in trainer.loggers:
-                run_logger.log_metrics(self.latest, step=unread.step)
+                run_logger.log_metrics(self.latest, step=pending.step)
                 run_logger.save()  # a kill loses no line
 
     def _count(
-        self, unread: Figures, is_skipped: bool, figures: dict[str, float], losses: list[float], rank: int
+        self, pending: Figures, is_skipped: bool, figures: dict[str, float], losses: list[float], rank: int
     ) -> None:
-        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+        if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             return  # the steps until the run has stopped
-        self._read_in_a_row = self._read_in_a_row + 1 if is_skipped else 0
+        self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
         if not is_skipped:
             return
-        self._last_skipped = unread.step
+        self._last_skipped = pending.step
         means = ", ".join(f"{name.removeprefix('train/')} {figures[name]:g}" for name in (LOSS, NORM))
-        batches = "; ".join(f"{p} with loss {loss:g}" for p, loss in zip(unread.positions, losses, strict=False))
-        logger.warning("step %d is skipped (%s); rank %d had the samples %s", unread.step, means, rank, batches)
+        batches = "; ".join(f"{p} with loss {loss:g}" for p, loss in zip(pending.positions, losses, strict=False))
+        logger.warning("step %d is skipped (%s); rank %d had the samples %s", pending.step, means, rank, batches)
 
     def refuse_to_go_on(self, step: int) -> None:
         """Raise NonFiniteError, on all ranks, if too many steps in a row were skipped."""
-        if self._read_in_a_row >= self.training.max_nonfinite_steps:
+        if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             raise NonFiniteError(
-                f"the last {self._read_in_a_row} steps up to step {self._last_skipped + 1} had a loss or gradient that "
-                f"is not finite (training.max_nonfinite_steps={self.training.max_nonfinite_steps}). The last "
-                f"checkpoint has the weights that met them; the same command goes on after step {step}"
+                f"the last {self._skips_in_a_row} steps up to step {self._last_skipped + 1} had a loss or gradient "
+                f"that is not finite (training.max_nonfinite_steps={self.training.max_nonfinite_steps}). The last "
+                f"checkpoint holds the weights with which it happened; the same command goes on after step {step}"
             )
 
     def state_dict(self) -> dict[str, Any]:

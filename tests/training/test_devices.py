@@ -118,10 +118,10 @@ def finishing(monkeypatch):
 
     def finish_step(module, optimizer):
         optimization = module.optimization
-        figures = optimization.agree(module, trainer.global_step)
+        figures = optimization.average_and_decide(module, trainer.global_step)
         optimization.clip_or_skip(module, optimizer, figures)
         optimization.read(trainer)
-        optimization._unread = figures
+        optimization._pending = figures
 
     monkeypatch.setattr(optimizer_step, "LateNumbers", Late)
     return finish_step, trainer, noted

@@ -45,7 +45,7 @@ def collectives_of(config, rank):
     collectives = Collectives()
     with fake_step(config, 2, rank, collectives) as step:
         step.micro_batch()
-        step.agree()
+        step.average_and_decide()
         step.optimizer.step()
     return collectives.entered
 

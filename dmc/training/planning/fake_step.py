@@ -75,10 +75,10 @@ class FakeStep:
                 loss = self.module.loss_at(self.module.plan.total_steps - 1, batch)
             loss.backward()
 
-    def agree(self) -> None:
+    def average_and_decide(self) -> None:
         """Norm and clipping of the gradients, before the optimizer's step."""
         optimization = self.module.optimization
-        figures = optimization.agree(self.module, self.module.plan.total_steps - 1)
+        figures = optimization.average_and_decide(self.module, self.module.plan.total_steps - 1)
         optimization.clip_or_skip(self.module, self.optimizer, figures)
 
 
