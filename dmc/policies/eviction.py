@@ -82,8 +82,7 @@ class EvictionPolicy(CachePolicy):
         size = self.memory_size(layout.num_kv_heads, layout.head_dim)
         kept = [Field("limits", torch.int32, "row"), Field("nominal", torch.int32, "row")]
         kept += [Field("memory", torch.float32, "row", (size,), start=torch.nan)] if size else []
-        if layout.compression is None:
-            kept += [Field("position", torch.int32, "slot")]
+        kept += [Field("position", torch.int32, "slot")] if layout.compression is None else []
         return (*kept, *(Field(name, torch.float32, "slot") for name in self.sums))
 
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Eviction:
@@ -199,9 +198,9 @@ class Eviction(CacheAttention):
             self._write_metadata(layer_index, batch, tokens.value)
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
-            if part.is_prompt:
-                return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
-            return self._decode(layer_index, part, query[where], scaling)
+            if not part.is_prompt:
+                return self._decode(layer_index, part, query[where], scaling)
+            return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
 
         if self.policy.evicts_decoding:
             attended = self.by_phase(batch, query, attend_part)
@@ -265,8 +264,9 @@ class Eviction(CacheAttention):
             attended, scores = attended
             entries.last_attention = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
         limits = self._limits[layer_index]
-        scores = policy.scores(entries, limits)
-        slots = self.backend.eviction_candidate(scores, entries.positions, entries.lengths, limits)
+        slots = self.backend.eviction_candidate(
+            policy.scores(entries, limits), entries.positions, entries.lengths, limits
+        )
         if policy.merges:
             self._rewrite(entries, rows, policy.merge(entries, entries.slots == slots[..., None]))
         self._remember(entries, rows)
@@ -337,8 +337,7 @@ class Eviction(CacheAttention):
             return [-(-sum(heads) // num_heads) + num_new for heads in self._lengths[row]]
         held = -(-self.cache.lengths[:, row].sum(-1) // num_heads)
         held[layer_index + 1 :] += num_new  # not appended yet
-        counts: list[int] = held.tolist()
-        return counts
+        return [*map(int, held.tolist())]
 
     def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
         """Compress a layer of one sequence to its budget."""
@@ -378,14 +377,9 @@ class Eviction(CacheAttention):
 
         def read_positions() -> Tensor:
             if self._has_positions:
-                positions: Tensor = self.backend.read_metadata(layer, rows, ["position"], num_entries)[0]
-                return positions
+                return self.backend.read_metadata(layer, rows, ["position"], num_entries)[0]  # type: ignore[no-any-return]
             slots = torch.arange(num_entries, dtype=torch.int32, device=rows.device)
             return slots.where(slots < lengths[..., None], -1)
-
-        def turn(states: Tensor, positions: Tensor) -> Tensor:
-            cos, sin = self._rotary(positions)
-            return rotate(states.float(), cos, sin)
 
         return Entries(
             layer_index=layer_index,
@@ -400,6 +394,6 @@ class Eviction(CacheAttention):
             read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),
             read_values=lambda: gather(layer.value_pages, layer.value_scales),
-            rotate=turn,
+            rotate=lambda states, positions: rotate(states.float(), *self._rotary(positions)),
             nth_newest=self.backend.nth_newest,
         )
