@@ -65,7 +65,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **options)
 
     def show(self, width, scheme, media=""):
-        """Give the window a width, and the system a colour scheme."""
+        """Give the window a width, and the system a color scheme."""
         window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **window)
         features = [{"name": "prefers-color-scheme", "value": scheme}]

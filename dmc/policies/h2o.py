@@ -24,7 +24,7 @@ class H2O(EvictionPolicy):
     budget: Budget
     recent: NonNegative | None = None
     """Number of last entries that stay; None: half of the budget, rounded up."""
-    normalise: bool = False
+    normalize: bool = False
     """Whether accumulated attention is divided by the number of queries that saw the entry."""
     evict_decoding: bool = True
     """Whether entries are evicted while generating; else the cache grows after the prompt."""
@@ -51,4 +51,4 @@ class H2O(EvictionPolicy):
     def base_scores(self, entries: Entries) -> Tensor:
         """Scores by which the heavy half is chosen."""
         mass = entries.sums["mass"]
-        return mass / entries.num_queries if self.normalise else mass
+        return mass / entries.num_queries if self.normalize else mass

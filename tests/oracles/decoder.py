@@ -37,11 +37,11 @@ class Decoder:
         """
         hidden = self.model.model.embed_tokens(torch.tensor(tokens))
         for index, layer in enumerate(self.layers):
-            query, key, value = self.project(layer.self_attn, normalise(layer.input_layernorm, hidden))
+            query, key, value = self.project(layer.self_attn, normalize(layer.input_layernorm, hidden))
             output = attend(index, query, key, value, first_position)
             hidden = hidden + layer.self_attn.o_proj(output.transpose(0, 1).flatten(1))
-            hidden = hidden + layer.mlp(normalise(layer.post_attention_layernorm, hidden))
-        return torch.log_softmax(self.model.lm_head(normalise(self.model.model.norm, hidden)), -1)
+            hidden = hidden + layer.mlp(normalize(layer.post_attention_layernorm, hidden))
+        return torch.log_softmax(self.model.lm_head(normalize(self.model.model.norm, hidden)), -1)
 
     def project(self, attention, hidden):
         """Return query [query_heads, time, head_dim], key and value [kv_heads, time, head_dim]."""
@@ -50,7 +50,7 @@ class Decoder:
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if hasattr(attention, "q_norm"):
-            query, key = normalise(attention.q_norm, query), normalise(attention.k_norm, key)
+            query, key = normalize(attention.q_norm, query), normalize(attention.k_norm, key)
         return query, key, value
 
     def rotate(self, states, position):
@@ -62,6 +62,6 @@ class Decoder:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def normalise(norm, states):
+def normalize(norm, states):
     """Root-mean-square norm over the last dimension, with the weight of a module of transformers."""
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight

@@ -15,7 +15,7 @@ AGREE += [("StreamingLLM", {"rerotate": True, "sinks": sinks}) for sinks in (0, 
 OPTIONS = {
     ("StreamingLLM", 3): [{"sinks": 0}, {"sinks": 9}, {"sinks": 99}],
     ("StreamingLLM", 2): [{"rerotate": True, "prompt_lengths": (41, 1)}],  # the second has fewer entries than sinks
-    ("H2O", 3): [{"recent": 3}, {"recent": 0}, {"recent": 99}, {"normalise": True}],
+    ("H2O", 3): [{"recent": 3}, {"recent": 0}, {"recent": 99}, {"normalize": True}],
     ("TOVA", 3): [{"per_head": True}, {"protect_last": True}, {"per_head": True, "protect_last": True}],
     ("VATP", 3): [{"sinks": 0}, {"sinks": 2}, {"sinks": 99}],
     ("RoCo", 2): [{"recent_ratio": 0}, {"recent_ratio": 0.75}, {"recent_ratio": 0.99}],

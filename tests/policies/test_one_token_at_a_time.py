@@ -32,7 +32,7 @@ def test_the_lightest_entry_that_is_not_recent_goes(make_entries, evicted):
 
 def test_attention_can_be_counted_per_query(make_entries):
     entries = make_entries(1, 3, sums={"mass": [[1.8333, 0.8333, 0.3333]]})
-    scores = H2O(budget=Budget(tokens=2), normalise=True).base_scores(entries)
+    scores = H2O(budget=Budget(tokens=2), normalize=True).base_scores(entries)
     assert scores.flatten().tolist() == pytest.approx([0.6111, 0.4167, 0.3333], abs=1e-4)
 
 

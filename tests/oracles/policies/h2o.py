@@ -7,19 +7,19 @@ from .choices import heavy_and_recent
 class H2O(GrowingMethod):
     """The last r entries held and the heavy hitters before them, by the attention received since the prompt.
 
-    r = ceil(b / 2), or min(recent, b). `reduce` is over the group's query heads. `normalise` divides by the number of
+    r = ceil(b / 2), or min(recent, b). `reduce` is over the group's query heads. `normalize` divides by the number of
     queries that saw the entry (n - position).
     """
 
     num_sinks = 0
 
-    def __init__(self, budget, recent=None, reduce="mean", normalise=False):
+    def __init__(self, budget, recent=None, reduce="mean", normalize=False):
         super().__init__(budget)
-        self.recent, self.reduce, self.normalise = recent, reduce, normalise
+        self.recent, self.reduce, self.normalize = recent, reduce, normalize
 
     def score(self, entry):
         received = entry.received.max() if self.reduce == "max" else entry.received.mean()
-        return float(received) / (entry.num_queries if self.normalise else 1)
+        return float(received) / (entry.num_queries if self.normalize else 1)
 
     def keep(self, layer, head, budget):
         recent = -(-budget // 2) if self.recent is None else min(self.recent, budget)
