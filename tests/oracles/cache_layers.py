@@ -139,7 +139,7 @@ def assert_same_state(actual: LayerCache, expected: LayerCache, tolerance: float
 def assert_same_view(actual: VisibleKeys, expected: VisibleKeys, tolerance: float) -> None:
     """Compare what queries see; recent tokens and open slots only where they exist."""
     assert torch.equal(actual.slots.cpu().long(), expected.slots.long())
-    for given_states, wanted_states in ((actual.recent, expected.recent), (actual.top, expected.top)):
+    for given_states, wanted_states in ((actual.recent, expected.recent), (actual.open_slot, expected.open_slot)):
         assert (given_states is None) == (wanted_states is None)
         if given_states is None or wanted_states is None:
             continue

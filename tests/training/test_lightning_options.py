@@ -74,7 +74,7 @@ def test_overfitting_reads_the_same_sequences_again_and_again(run_values):
     data = TextData(config, build_tokenizer(config), total_steps=6)
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0, is_global_zero=False)
     data.setup("fit")
-    read = [tuple(ids.tolist()) for batch in data.train_dataloader() for ids in batch["input_ids"]]
+    read = [tuple(ids.tolist()) for step in data.train_dataloader() for batch in step for ids in batch["input_ids"]]
     assert len(read) == 12 and len({*read}) == 3 and {*read[:3]} == {*read[3:6]}
 
 
