@@ -25,9 +25,10 @@ SPILLED = 8
     ("capability", "dtype", "head_dim", "names"),
     [
         (90, torch.bfloat16, 128, ""),
+        (86, torch.float32, 64, ""),
+        (80, torch.bfloat16, 128, "attend|enter_chunk|forward|query_gradient|key_gradient"),
+        (89, torch.bfloat16, 128, "attend|prefill"),
         (86, torch.float32, 128, "attend|prefill"),  # the least shared memory, the widest tiles
-        (86, torch.float32, 64, "enter_chunk|receive"),
-        (80, torch.bfloat16, 128, "attend|key_gradient"),
     ],
     ids=str,
 )
