@@ -92,7 +92,10 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     partial.mkdir(parents=True)
     try:
         yield partial
-        (partial / RECORD_NAME).write_text(json.dumps(_names(partial), indent=1) + "\n")
+        record = partial / RECORD_NAME
+        record.write_text(json.dumps(_names(partial), indent=1) + "\n")
+        for weights in partial.rglob("*.safetensors"):  # safetensors writes files that only their owner may read
+            weights.chmod(record.stat().st_mode)
         refuse_occupied(name, overwrite, inputs)  # writing takes hours: look again
         if folder.exists():
             folder.rename(retired)

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dmc.files import RECORD_NAME, locked, replacement
 
@@ -94,6 +96,14 @@ def test_a_linked_folder_is_replaced_where_it_lies(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "place" / "model")
     write_model(tmp_path / "link", "2")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "place" / "model" / "weights").read_text() == "2"
+
+
+def test_weights_may_be_read_by_whom_the_umask_lets_read(tmp_path):
+    with replacement(tmp_path / "final", overwrite=False) as partial:
+        save_file({"weight": torch.ones(1)}, partial / "model.safetensors")
+        (partial / "config.json").write_text("{}")
+    modes = {path.stat().st_mode for path in (tmp_path / "final").iterdir()}
+    assert len(modes) == 1
 
 
 @pytest.mark.parametrize("kind", ["partial", "retired"])
