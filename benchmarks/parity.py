@@ -159,7 +159,7 @@ def check_graphs(place: Any) -> dict[str, Any]:
     def engine(graphs: Any) -> Engine:
         return Engine(model, memory=place.size(2**29, 2**22), max_batch_size=4, cuda_graphs=graphs)
 
-    expected = [each.token_ids for each in engine(False).generate(prompts, params)]
+    expected = [generation.token_ids for generation in engine(False).generate(prompts, params)]
     first, second = engine("auto"), engine("auto")
     equal = recorded = 0
     for turn in range(3):

@@ -155,10 +155,10 @@ def _attention_of_gpu(
     """Stand for PyTorch's attention, with the kernel that a GPU takes: a build for CPUs would compute T x T scores."""
     assert is_causal and attn_mask is None and not dropout_p
     if query.device.type != "meta" and torch.is_autocast_enabled("cuda"):
-        query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))
+        query, key, value = (states.to(torch.bfloat16) for states in (query, key, value))
     group = query.shape[1] // key.shape[1]
     assert group == 1 or enable_gqa
-    key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+    key, value = (states.repeat_interleave(group, 1) for states in (key, value))
     scale = scale or query.shape[-1] ** -0.5
     aten, states = torch.ops.aten, (query, key, value)
     if query.dtype == torch.float32:
@@ -185,14 +185,18 @@ class StepWatch(TorchDispatchMode):
         keywords = keywords or {}
         out = function(*arguments, **keywords)
         name = function.overloadpacket.__name__
-        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
-        given = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
-        if name in COPIES and len({each.device for each in (*given, *made)}) > 1 and not keywords.get("non_blocking"):
-            self.waits.append(f"{name} {[(each.device.type, tuple(each.shape)) for each in (*given, *made)]}")
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        if (
+            name in COPIES
+            and len({tensor.device for tensor in (*given, *made)}) > 1
+            and not keywords.get("non_blocking")
+        ):
+            self.waits.append(f"{name} {[(tensor.device.type, tuple(tensor.shape)) for tensor in (*given, *made)]}")
         if "scaled_dot_product" in name or function.namespace == "dmc":
-            states = [each for each in given if each.dim() == 4]  # not what is read for each key
-            self.kernels |= {(name, each.dtype) for each in states}
-        self.quadratic += [f"{name} {tuple(each.shape)}" for each in made if each.numel() >= self.length**2]
+            states = [tensor for tensor in given if tensor.dim() == 4]  # not what is read for each key
+            self.kernels |= {(name, state.dtype) for state in states}
+        self.quadratic += [f"{name} {tuple(tensor.shape)}" for tensor in made if tensor.numel() >= self.length**2]
         return out
 
 
@@ -225,23 +229,25 @@ def claim_model(model):
 def _run(function, arguments, keywords):
     name = function.overloadpacket.__name__
     tensors = []
-    _map(lambda each: tensors.append(each), [arguments, *keywords.values()])
+    _map(lambda tensor: tensors.append(tensor), [arguments, *keywords.values()])
     goes_to = keywords.get("device")
-    claimed = any(isinstance(each, ClaimedTensor) for each in tensors)
+    claimed = any(isinstance(tensor, ClaimedTensor) for tensor in tensors)
     if not claimed and goes_to is None:
         return function(*arguments, **keywords)
     if claimed and name not in COPIES:
         decisive = tensors[:1] if name in INDEXING and isinstance(tensors[0], ClaimedTensor) else tensors
-        mixed = [each for each in decisive if not isinstance(each, ClaimedTensor) and each.dim() > 0]
+        mixed = [tensor for tensor in decisive if not isinstance(tensor, ClaimedTensor) and tensor.dim() > 0]
         if mixed:
-            raise RuntimeError(f"{function}: tensors on cuda:0 and on the cpu, {[tuple(each.shape) for each in mixed]}")
+            raise RuntimeError(
+                f"{function}: tensors on cuda:0 and on the cpu, {[tuple(tensor.shape) for tensor in mixed]}"
+            )
     if goes_to is not None:
         claimed = torch.device(goes_to).type == "cuda"
         keywords = {**keywords, "device": torch.device("cpu")}
     elif name == "copy_":
         claimed = isinstance(arguments[0], ClaimedTensor)
     keywords = {key: value for key, value in keywords.items() if key != "pin_memory"}
-    held = [_map(_held, each) for each in arguments]
+    held = [_map(_held, argument) for argument in arguments]
     out = function(*held, **{key: _map(_held, value) for key, value in keywords.items()})
     if not claimed:
         return out
@@ -256,10 +262,10 @@ def _held(tensor):
 def _map(change, item):
     """Change the tensors in nested lists and tuples (torch's own trees take three times as long)."""
     if isinstance(item, (list, tuple)):
-        return [_map(change, each) for each in item]
+        return [_map(change, part) for part in item]
     return change(item) if isinstance(item, torch.Tensor) else item
 
 
 @functools.cache
 def _aliases(function):
-    return any(each.alias_info is not None for each in function._schema.returns)
+    return any(value.alias_info is not None for value in function._schema.returns)

@@ -71,7 +71,7 @@ def _describe_engine(stage, in_bfloat16):
     groups = FLAT_WEIGHTS[weights[0]]
     if groups is not None:
         for parameters, weight in zip(getattr(zero, groups), flat, strict=True):
-            assert weight.numel() >= sum(each.numel() for each in parameters)
+            assert weight.numel() >= sum(parameter.numel() for parameter in parameters)
     if not in_bfloat16 and stage < 3:
         assert zero.check_grad_overflow is False, "DeepSpeed looks at float32 gradients by itself now"
     zero.check_grad_overflow = True
@@ -84,8 +84,8 @@ def _describe_engine(stage, in_bfloat16):
     return {
         "weights": weights,
         "they are flat, float32 and have AdamW's states": all(
-            each.dim() == 1 and each.dtype == torch.float32 and "exp_avg_sq" in zero.optimizer.state[each]
-            for each in flat
+            part.dim() == 1 and part.dtype == torch.float32 and "exp_avg_sq" in zero.optimizer.state[part]
+            for part in flat
         ),
         "groups": groups,
         "a step that is not finite is applied": applied[0],

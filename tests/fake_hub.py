@@ -33,25 +33,25 @@ class FakeHub:
             return 404, {"error": path}
         files = self.files[name]
         if action == "preupload/main":
-            asked = [each["path"] for each in json.loads(body)["files"]]
-            found = [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in asked]
-            return 200, {"files": [each | {"oid": blob(files[each["path"]])} for each in found if each["path"] in files]
-                         + [each | {"oid": None} for each in found if each["path"] not in files]}  # fmt: skip
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            found = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
+            return 200, {"files": [file | {"oid": blob(files[file["path"]])} for file in found if file["path"] in files]
+                         + [file | {"oid": None} for file in found if file["path"] not in files]}  # fmt: skip
         if action == "commit/main":
             self.commits += 1
-            for each in map(json.loads, body.splitlines()):
-                if each["key"] == "file":
-                    files[each["value"]["path"]] = base64.b64decode(each["value"]["content"])
-                elif each["key"] == "deletedFile":
-                    del files[each["value"]["path"]]
+            for operation in map(json.loads, body.splitlines()):
+                if operation["key"] == "file":
+                    files[operation["value"]["path"]] = base64.b64decode(operation["value"]["content"])
+                elif operation["key"] == "deletedFile":
+                    del files[operation["value"]["path"]]
             return 200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.url}/{name}/commit/{1:040}"}
         if action == "tree/main":
             return 200, [
-                {"type": "file", "path": each, "size": len(files[each]), "oid": blob(files[each])} for each in files
+                {"type": "file", "path": path, "size": len(files[path]), "oid": blob(files[path])} for path in files
             ]
         if method == "GET":
             about = {"id": name, "sha": "1" * 40, "private": self.private[name], "tags": [], "downloads": 0, "likes": 0}
-            return 200, about | {"siblings": [{"rfilename": each} for each in files]}
+            return 200, about | {"siblings": [{"rfilename": path} for path in files]}
         return 404, {"error": path}
 
 

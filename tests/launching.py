@@ -131,7 +131,7 @@ def draw_nothing(values, path, *_, **__):
 
 
 def spoil_loss(rank, step, on_rank, gradient=False):
-    """Note a loss that is not a number at one step on one rank; the gradient stays good, or is none either."""
+    """Make the loss not a number at one step on one rank; the gradient stays good, or is none either."""
     from dmc.training.module import RetrofitModule
 
     plain = RetrofitModule.loss_at
@@ -140,7 +140,7 @@ def spoil_loss(rank, step, on_rank, gradient=False):
         loss = plain(self, at, batch)
         if at == step and rank == on_rank:
             self.micro_batch_metrics[-1]["train/loss"] *= float("nan")
-            loss = loss * (float("nan") if gradient else 1.0)
+            loss = loss * float("nan") if gradient else loss + float("nan")
         return loss
 
     RetrofitModule.loss_at = loss_at

@@ -61,8 +61,8 @@ def write_tensors(rank: int, configs: dict[str, RunConfig], folders: list[Path])
         if strategy.exports_parts:
             export.write_parts(strategy, model, folder.with_suffix(".together"))
             if rank == 0:
-                whole = assemble(model.config, read_tensors(folder, WEIGHTS))
-                whole.save_pretrained(folder.with_suffix(".alone"), max_shard_size=export.MAX_SHARD_SIZE)
+                gathered = assemble(model.config, read_tensors(folder, WEIGHTS))
+                gathered.save_pretrained(folder.with_suffix(".alone"), max_shard_size=export.MAX_SHARD_SIZE)
 
 
 def compare_tensors(rank: int, configs: dict[str, RunConfig], folders: list[Path]) -> None:
@@ -74,8 +74,8 @@ def compare_tensors(rank: int, configs: dict[str, RunConfig], folders: list[Path
         found: dict[str, Tensor] = strategy.tensors()
         assert found.keys() == expected.keys()
         for name, value in found.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(whole, expected[name]), f"{layout} of {folder.name}: {name}"
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(full, expected[name]), f"{layout} of {folder.name}: {name}"
         assert any(name.endswith(".exp_avg") and value.any() for name, value in expected.items())
 
 
@@ -105,8 +105,8 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
         if config.distillation is not None:
             module.teacher = Teacher(fresh_model(config, 300, seed=1), "", config.distillation.temperature)
         module.configure_model()
-        own = torch.arange(len(texts)).chunk(num_ranks // config.trainer.devices_per_sequence)
-        rows = own[rank // config.trainer.devices_per_sequence]
+        chunks = torch.arange(len(texts)).chunk(num_ranks // config.trainer.devices_per_sequence)
+        rows = chunks[rank // config.trainer.devices_per_sequence]
         starts = torch.rand(texts.shape, generator=torch.Generator().manual_seed(1)) < 0.1
         starts[:, 0] = True
         documents = Documents.from_starts(starts[rows]) if config.training.document_masking else None

@@ -63,9 +63,9 @@ def held_and_peak(config, shape, strategy):
         model, optimizer = kept = train_steps(config, shape, strategy=strategy)
         parameters = list(model.parameters())
         states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        gradients = [each.grad for each in parameters]
+        gradients = [parameter.grad for parameter in parameters]
         for name, group in (("weights", parameters), ("gradients", gradients), ("optimizer states", states)):
-            held[name] = sum(getattr(each, "_local_tensor", each).nbytes for each in group)
+            held[name] = sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in group)
         return kept
 
     peak = allocated_peak(work)

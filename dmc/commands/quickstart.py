@@ -63,7 +63,7 @@ def grid_of(models: dict[str, Path], retrofit: RunConfig, folder: Path) -> Compa
         recall = {"_target_": "dmc.results.tasks.FactRecall", "haystack": source, "lengths": [length]}
         recall |= {"keys": facts.keys, "num_keys": facts.num_keys, "questions": min(8, facts.keys)}
         both = {f"{name} recall": recall, f"{name} loss": loss}
-        tasks += [{"name": task, "cache_folder": data.cache_folder} | each for task, each in both.items()]
+        tasks += [{"name": task, "cache_folder": data.cache_folder} | settings for task, settings in both.items()]
     compared = {
         name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in models.items()
     }

@@ -129,8 +129,8 @@ inline float quantize(const float* from, int dim, int8_t* to) {
     const float inverse = bits > 0 ? LARGEST / magnitude : 0;
     for (int d = 0; d < dim; d += LANES) {
         const Vec steps = load(from + d) * inverse;
-        const Ints whole = __builtin_convertvector(steps + (steps > 0.0f ? Vec{} + 0.5f : Vec{} - 0.5f), Ints);
-        *reinterpret_cast<Bytes*>(to + d) = __builtin_convertvector(whole, Bytes);
+        const Ints integers = __builtin_convertvector(steps + (steps > 0.0f ? Vec{} + 0.5f : Vec{} - 0.5f), Ints);
+        *reinterpret_cast<Bytes*>(to + d) = __builtin_convertvector(integers, Bytes);
     }
     return magnitude / LARGEST;
 }
@@ -185,14 +185,14 @@ inline Vec sums_of(const Vec* values) {
 // 2^x for x <= 0, to a few ulp; exactly 0 from -127 down.
 inline Vec exp2_of(Vec x) {
     x = larger(x, Vec{} - 127.0f);
-    Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // truncation makes this round to nearest
-    Vec f = x - __builtin_convertvector(whole, Vec);
+    Ints integers = __builtin_convertvector(x - 0.5f, Ints);  // truncation makes this round to nearest
+    Vec f = x - __builtin_convertvector(integers, Vec);
     Vec power = 1.32764713e-3f * f + 9.67554189e-3f;  // minimax on [-1/2, 1/2]
     power = power * f + 5.55071309e-2f;
     power = power * f + 2.40221202e-1f;
     power = power * f + 6.93146944e-1f;
     power = power * f + 1.0f;
-    return power * (Vec)((whole + 127) << 23);
+    return power * (Vec)((integers + 127) << 23);
 }
 
 inline float exp2_of(float x) { return exp2_of(Vec{} + x)[0]; }
@@ -1018,12 +1018,12 @@ void compact(const Compact& c) {
     for (int64_t field = 0; field < a.num_pages; field++) width += a.widths[field];
     std::vector<int32_t> kept(a.sequences * a.heads);
     for_each_head(a, c.keep_step * a.sequences * a.heads * width / 8, [&](int64_t i) {
-        const HeadEntries own(a, i);
+        const HeadEntries entries(a, i);
         const bool* keep = c.keep + i * c.keep_step;
         int32_t count = 0;
-        for (int64_t slot = 0; slot < own.length(); slot++) {
+        for (int64_t slot = 0; slot < entries.length(); slot++) {
             if (!keep[slot]) continue;
-            if (slot != count) own.move(slot, count);
+            if (slot != count) entries.move(slot, count);
             count++;
         }
         kept[i] = count;
@@ -1033,23 +1033,23 @@ void compact(const Compact& c) {
 
 void evict(const Evict& e) {
     for (int64_t i = 0; i < e.heads.sequences * e.heads.heads; i++) {
-        const HeadEntries own(e.heads, i);
-        const int64_t hole = e.slots[i], last = own.length() - 1;
+        const HeadEntries entries(e.heads, i);
+        const int64_t hole = e.slots[i], last = entries.length() - 1;
         if (hole < 0) continue;
-        if (hole != last) own.move(last, hole);
-        own.shrink(last);
+        if (hole != last) entries.move(last, hole);
+        entries.shrink(last);
     }
 }
 
 void write_metadata(const WriteMetadata& n) {
     const Heads& a = n.heads;
     for_each_head(a, n.starts[a.sequences] * a.heads * a.num_pages, [&](int64_t i) {
-        const HeadEntries own(a, i);
-        const int64_t begin = own.length() - n.count(i);
+        const HeadEntries entries(a, i);
+        const int64_t begin = entries.length() - n.count(i);
         for (int64_t field = 0; field < a.num_pages; field++) {
             const int32_t* from = n.metadata[field] + n.starts[i / a.heads] * a.heads + i % a.heads;
-            for (int64_t slot = begin; slot < own.length(); slot++, from += a.heads)
-                *own.at<int32_t>(field, slot) = *from;
+            for (int64_t slot = begin; slot < entries.length(); slot++, from += a.heads)
+                *entries.at<int32_t>(field, slot) = *from;
         }
     });
 }
@@ -1057,12 +1057,12 @@ void write_metadata(const WriteMetadata& n) {
 void read_metadata(const ReadMetadata& n) {
     const Heads& a = n.heads;
     for_each_head(a, a.sequences * a.heads * n.count * a.num_pages, [&](int64_t i) {
-        const HeadEntries own(a, i);
-        const int64_t end = std::min<int64_t>(own.length(), n.count);
+        const HeadEntries entries(a, i);
+        const int64_t end = std::min<int64_t>(entries.length(), n.count);
         for (int64_t field = 0; field < a.num_pages; field++) {
             int32_t* to = n.metadata[field] + i * n.count;
-            own.for_each_run(0, end, [&](int64_t slot, int64_t count) {
-                std::copy_n(own.at<int32_t>(field, slot), count, to + slot);
+            entries.for_each_run(0, end, [&](int64_t slot, int64_t count) {
+                std::copy_n(entries.at<int32_t>(field, slot), count, to + slot);
             });
             std::fill(to + end, to + n.count, int32_t(n.fills[field]));
         }
@@ -1072,8 +1072,8 @@ void read_metadata(const ReadMetadata& n) {
 void add_attention(const AddAttention& n) {
     const Heads& a = n.heads;
     for_each_head(a, a.sequences * a.heads * n.entries * (n.group + a.num_pages), [&](int64_t i) {
-        const HeadEntries own(a, i);
-        const int64_t length = own.length();
+        const HeadEntries entries(a, i);
+        const int64_t length = entries.length();
         const float* scores = n.scores + i / a.heads * n.score_sequence_step + i % a.heads * n.group * n.score_head_step;
         float* attention = n.attention + i * n.entries;
         std::copy_n(scores, length, attention);
@@ -1082,8 +1082,8 @@ void add_attention(const AddAttention& n) {
         for (int64_t slot = 0; slot < length; slot++) attention[slot] /= float(n.group);
         std::fill(attention + length, attention + n.entries, 0.0f);
         for (int64_t field = 0; field < a.num_pages; field++)
-            own.for_each_run(0, length, [&](int64_t slot, int64_t count) {
-                float* sums = own.at<float>(field, slot);
+            entries.for_each_run(0, length, [&](int64_t slot, int64_t count) {
+                float* sums = entries.at<float>(field, slot);
                 if (n.powers[field] == 1)
                     for (int64_t j = 0; j < count; j++) sums[j] += attention[slot + j];
                 else
@@ -1214,12 +1214,12 @@ class Receiver {
     }
 
     // Points to a key in float32, in scratch if need be.
-    const float* key(const HeadEntries& own, int64_t slot, float* scratch) const {
-        slot = std::min<int64_t>(slot, own.length() - 1);
-        const P* held = own.at<const P>(0, slot);
+    const float* key(const HeadEntries& entries, int64_t slot, float* scratch) const {
+        slot = std::min<int64_t>(slot, entries.length() - 1);
+        const P* held = entries.at<const P>(0, slot);
         const float* wide;
         widen<P>(&held, 1, 0, dim_, scratch, &wide);
-        if constexpr (is_8_bit<P>) scale(scratch, dim_, *own.at<float>(1, slot));
+        if constexpr (is_8_bit<P>) scale(scratch, dim_, *entries.at<float>(1, slot));
         return wide;
     }
 
@@ -1227,13 +1227,13 @@ class Receiver {
         const int64_t head = query_head / v_.group;
         if (block * WIDTH >= v_.queries(head)) return;  // a sequence of fewer queries
         pack_queries(query_head, block);
-        const HeadEntries own(a_, head);
+        const HeadEntries entries(a_, head);
         Vec maximum[ROWS], sum[ROWS] = {};
         std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
         for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
             float wide[KEYS][MAX_DIM];
             const float* keys[KEYS];
-            for (int j = 0; j < KEYS; j++) keys[j] = key(own, first + j, wide[j]);
+            for (int j = 0; j < KEYS; j++) keys[j] = key(entries, first + j, wide[j]);
             Vec scores[KEYS][ROWS];
             score(packed(query_head, block), limits(head, block), first, keys, scores);
             for (int r = 0; r < ROWS; r++) {
@@ -1252,12 +1252,12 @@ class Receiver {
     }
 
     void receive(int64_t head, int64_t first) {
-        const HeadEntries own(a_, head);
+        const HeadEntries entries(a_, head);
         const float share = 1.0f / float(v_.group);
         float wide[KEY_TILE][MAX_DIM];
         const float* keys[KEY_TILE];
-        if (first >= own.length()) return;
-        for (int j = 0; j < KEY_TILE; j++) keys[j] = key(own, first + j, wide[j]);
+        if (first >= entries.length()) return;
+        for (int j = 0; j < KEY_TILE; j++) keys[j] = key(entries, first + j, wide[j]);
         std::vector<float> columns(v_.group * KEY_TILE * LANES), squares(KEY_TILE * LANES);
         for (int64_t block = 0; block * WIDTH < v_.queries(head); block++) {
             const int32_t last = last_[head * blocks_ + block];

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, Positive, checked_dataclass
@@ -49,8 +50,8 @@ class CAKE(EvictionPolicy):
         check_odd(self.kernel_size)
 
     @property
+    @override
     def recompresses(self) -> bool:  # type: ignore[override]
-        """See `EvictionPolicy`."""
         return self.cascading
 
     def observe(self, entries: Entries, limit: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens, VisibleKeys
@@ -54,13 +55,13 @@ class EvictionPolicy(CachePolicy):
     """Whether each layer is compressed as soon as it is prefilled, and again as later ones follow (`adapts_layers`)."""
 
     @property
+    @override
     def one_by_one(self) -> bool:
-        """See `CachePolicy`."""
         return self.evicts_decoding
 
     @property
+    @override
     def decodes_on_device(self) -> bool:
-        """See `CachePolicy`."""
         return not self.evicts_decoding
 
     @property
@@ -85,8 +86,8 @@ class EvictionPolicy(CachePolicy):
         kept += [Field("position", torch.int32, "slot")] if layout.compression is None else []
         return (*kept, *(Field(name, torch.float32, "slot") for name in self.sums))
 
+    @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Eviction:
-        """See `CachePolicy.attention`."""
         return Eviction(cache, backend, self, rotary)
 
     def gather(self, before: Any, query: Tensor, begin: int) -> Any:
@@ -185,8 +186,8 @@ class Eviction(CacheAttention):
         self._longest, self._limits = 0, torch.zeros(0)  # of this pass's generated tokens: entries, and `_limits_of`
         self._metadata: dict[str, Tensor] = {}  # of this pass's tokens, the same in all layers
 
+    @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """See `CacheAttention.attend`."""
         for row, phase in zip(batch.rows, batch.phases, strict=True):
             if Phase.FIRST in phase:
                 self._prompts[layer_index, row] = PromptState()

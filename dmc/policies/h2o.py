@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import NonNegative, checked_dataclass
@@ -33,8 +34,8 @@ class H2O(EvictionPolicy):
     needs_last_attention: ClassVar[bool] = True
 
     @property
+    @override
     def evicts_decoding(self) -> bool:  # type: ignore[override]
-        """See `EvictionPolicy`."""
         return self.evict_decoding
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

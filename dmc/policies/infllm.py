@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.compression import rotate
@@ -51,8 +52,8 @@ class InfLLM(ReadingPolicy):
             raise ValueError(f"representatives={self.representatives}: expected at most block_size={self.block_size}")
 
     @property
+    @override
     def prompt_chunk(self) -> int | None:
-        """See `CachePolicy`."""
         return self.chunk
 
     @property
@@ -65,8 +66,8 @@ class InfLLM(ReadingPolicy):
         keys = Field("block_key", torch.float32, "block", (layout.head_dim,), self.block_size)
         return keys, Field("received", torch.float32, "slot")
 
+    @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> InfLLMAttention:
-        """See `CachePolicy.attention`."""
         return InfLLMAttention(cache, backend, self, rotary)
 
     def num_blocks(self, prompt_length: int) -> int:
@@ -102,8 +103,8 @@ class InfLLMAttention(CacheAttention):
         self.policy, self._rotary = policy, rotary
         self._represented: dict[tuple[int, int], int] = {}  # number of blocks with a key, by layer and row
 
+    @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """See `CacheAttention.attend`."""
         self.append(layer_index, batch, tokens)
         nothing = torch.zeros(tokens.key.shape[:2], device=query.device)
         self.backend.write_metadata(self.cache.layer(layer_index), batch, {"received": nothing})

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, checked_dataclass
@@ -62,15 +63,15 @@ class KVzip(EvictionPolicy):
         """See `CachePolicy`; also the number of tokens whose entries have a score."""
         return (*super().fields(layout), Field("scored", torch.int32, "row"))
 
+    @override
     def tokenized(self, tokenizer: Any) -> KVzip:
-        """See `CachePolicy`."""
         if not isinstance(self.instruction, str):
             return self
         ids = [] if tokenizer is None else tokenizer(self.instruction, add_special_tokens=False)["input_ids"]
         return dataclasses.replace(self, instruction=tuple(ids))
 
+    @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Reconstruction:
-        """See `CachePolicy.attention`."""
         return Reconstruction(cache, backend, self, rotary)
 
 
@@ -79,8 +80,8 @@ class Reconstruction(Eviction):
 
     policy: KVzip
 
+    @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """See `CacheAttention.attend`."""
         if layer_index == 0:
             self._ended: list[tuple[int, int, int]] = []  # row, tokens and limit of the prompts that end in this pass
         return super().attend(layer_index, batch, query, tokens, scaling)
@@ -90,8 +91,8 @@ class Reconstruction(Eviction):
         if layer_index == 0 and tokens_seen > limit:
             self._ended.append((row, tokens_seen, limit))
 
+    @override
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
-        """See `CacheAttention.finish`."""
         policy, cache, scored = self.policy, self.cache, self.cache.fields["scored"]
         layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
         for row, num_tokens, limit in self._ended:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import rounded_down
 from dmc.config.settings import Ratio, Share, checked_dataclass
@@ -37,13 +38,13 @@ class LAVa(SnapKV):
     """Share of its equal budget that every head keeps, as in AdaKV."""
 
     @property
+    @override
     def adapts_layers(self) -> bool:  # type: ignore[override]
-        """See `EvictionPolicy`."""
         return self.layer_budget == "entropy"
 
     @property
+    @override
     def recompresses(self) -> bool:  # type: ignore[override]
-        """See `EvictionPolicy`."""
         return self.adapts_layers
 
     def observe(self, entries: Entries, limit: int) -> Tensor:

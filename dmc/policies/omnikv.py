@@ -16,6 +16,7 @@ import pydantic
 import torch
 from pydantic import StrictFloat
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, checked_dataclass
@@ -81,13 +82,13 @@ class OmniKV(ReadingPolicy):
             raise ValueError(f"raw_scores=True needs selector='last', not {self.selector!r}")
 
     @property
+    @override
     def prompt_chunk(self) -> int | None:
-        """See `CachePolicy`."""
         return self.chunk if self.prefill == "sparse" else None
 
     @property
+    @override
     def can_fork(self) -> bool:
-        """See `CachePolicy`."""
         return not self.offload
 
     @property
@@ -118,12 +119,12 @@ class OmniKV(ReadingPolicy):
             kept += [Field("chosen", torch.int32, "row", (0,), start=-1, num_layers=num_filters)]
         return tuple(kept)
 
+    @override
     def offloaded(self, num_layers: int) -> dict[int, list[int]]:
-        """See `CachePolicy.offloaded`."""
         return self.sparse_layers(num_layers) if self.offload else {}
 
+    @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> OmniKVAttention:
-        """See `CachePolicy.attention`."""
         return OmniKVAttention(cache, backend, self)
 
     def num_chosen(self, prompt_length: int) -> int:
@@ -217,8 +218,8 @@ class OmniKVAttention(CacheAttention):
         self._placement = DevicePlacement(self) if cache.slow is None else HostPlacement(self)
         self._choice: Choice | None = None
 
+    @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """See `CacheAttention.attend`."""
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if self.policy.filter_of(layer_index) is None:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, checked_dataclass
@@ -34,8 +35,8 @@ class Quest(ReadingPolicy):
     dense_layers: NonNegative = 2
     """Number of first layers, which read everything."""
 
+    @override
     def fitted(self, num_layers: int, block_size: int) -> Quest:
-        """See `CachePolicy.fitted`."""
         if block_size % self.page_size:
             raise ValueError(
                 f"page_size={self.page_size}: expected a divisor of block_size={block_size}; "
@@ -48,8 +49,8 @@ class Quest(ReadingPolicy):
         shape = (layout.head_dim,)
         return tuple(Field(name, layout.dtype, "block", shape, self.page_size) for name in ("lowest", "largest"))
 
+    @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> QuestAttention:
-        """See `CachePolicy.attention`."""
         return QuestAttention(cache, backend, self)
 
     def num_pages(self, num_tokens: int, prompt_length: int) -> int:
@@ -81,8 +82,8 @@ class QuestAttention(CacheAttention):
         self._pages_per_block = cache.block_size // policy.page_size
         self._page_backend = backend_for_pages(backend, cache.layout, policy.page_size)
 
+    @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
-        """See `CacheAttention.attend`."""
         seen = self.append(layer_index, batch, tokens)
         if layer_index < self.policy.dense_layers:
             return self.attend_to_all(layer_index, batch, query, seen, scaling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import NonNegative, checked_dataclass
@@ -37,8 +38,8 @@ class StreamingLLM(LocalWindow):
     """Whether a generated token sees the sinks at the positions right before the last entries, as in the paper."""
 
     @property
+    @override
     def merges(self) -> bool:  # type: ignore[override]
-        """See `EvictionPolicy`."""
         return self.rerotate
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:

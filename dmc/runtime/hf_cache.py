@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
+from typing_extensions import override
 
 from dmc.compression import DecidedTokens
 from dmc.kernels import choose_backend
@@ -38,10 +39,10 @@ class PagedGenerationCache(Cache):
         self.paged: PagedCache | None = None
         """The paged cache, None before the first forward pass."""
 
+    @override
     def attend(
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """See `CompressedCache.attend`."""
         if layer_index == 0:
             self._begin(tokens.value, attention_mask)
         assert self._forward is not None and self._real is not None

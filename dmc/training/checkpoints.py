@@ -32,6 +32,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import AutoConfig
+from typing_extensions import override
 
 from dmc.models.build import assemble
 from dmc.ranks import ALONE, Ranks
@@ -329,8 +330,8 @@ def _read_metadata(folder: Path) -> Metadata:
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes of `CLASSES_OF_METADATA` and nothing else."""
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler`."""
         known = name in CLASSES_OF_METADATA.get(module, ())
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

@@ -28,11 +28,11 @@ def samples(tokenizer):
 
 def test_full_caches_hold_all_and_answer_as_one_pass_does(make_stock, tokenizer, samples):
     model = make_stock(vocab_size=len(tokenizer))
-    told = interview("full", Engine(model, tokenizer), samples)
-    assert told.ratio == 1 and bool((told.held == 1).all()) and len(told.held) == len(samples[0].prompt)
+    witness = interview("full", Engine(model, tokenizer), samples)
+    assert witness.ratio == 1 and bool((witness.held == 1).all()) and len(witness.held) == len(samples[0].prompt)
     with torch.no_grad():
-        asked = [model(torch.tensor([each.prompt + each.after])).logits[0, -1].argmax() for each in samples]
-    assert told.answers == [int(each) for each in asked]
+        asked = [model(torch.tensor([sample.prompt + sample.after])).logits[0, -1].argmax() for sample in samples]
+    assert witness.answers == [int(token) for token in asked]
 
 
 def test_shares_add_up_to_the_entries_that_the_engine_counts(make_stock, make_compressed, tokenizer, samples):
@@ -40,28 +40,28 @@ def test_shares_add_up_to_the_entries_that_the_engine_counts(make_stock, make_co
     for engine in (Engine(stock, tokenizer, H2O(budget=Budget(ratio=4))), Engine(learned, tokenizer)):
         with engine.session() as session:
             slots = torch.as_tensor(session.feed(samples[0].prompt).slots)
-        told = interview("it", engine, samples)
-        assert 0 < told.held.mean() < 1
-        assert float(told.held.sum()) * slots.numel() == pytest.approx(float(slots.sum()))
+        witness = interview("it", engine, samples)
+        assert 0 < witness.held.mean() < 1
+        assert float(witness.held.sum()) * slots.numel() == pytest.approx(float(slots.sum()))
 
 
 def test_training_free_methods_hold_no_more_than_the_learned_cache(make_stock, make_compressed, tokenizer, samples):
     stock, learned = make_stock(vocab_size=len(tokenizer)), make_compressed(vocab_size=len(tokenizer), gates=GATES)
-    told = list(witnesses(stock, learned, tokenizer, samples))
-    assert [each.name for each in told] == ["full cache", "learned", "H2O", "SnapKV"]
-    assert all(each.ratio == pytest.approx(told[1].ratio, rel=0.05) for each in told[2:])
+    found = list(witnesses(stock, learned, tokenizer, samples))
+    assert [witness.name for witness in found] == ["full cache", "learned", "H2O", "SnapKV"]
+    assert all(witness.ratio == pytest.approx(found[1].ratio, rel=0.05) for witness in found[2:])
 
 
 def test_a_page_shows_what_is_held_and_what_was_answered(tokenizer):
-    right, wrong, text = (tokenizer.encode(each)[:2] for each in (" river", " stone", " house garden"))
+    right, wrong, text = (tokenizer.encode(word)[:2] for word in (" river", " stone", " house garden"))
     sample = Sample(text, right[:1], after=text[:1])
-    told = [Witness("some method", torch.tensor([0.6, 0.1]), 4.0, 1234.5, each[:1]) for each in (right, wrong)]
-    pieces, said = [tokenizer.decode([each]) for each in text], tokenizer.decode(right[:1]).strip()
-    shown = "\n".join(page(told, [sample], tokenizer, colors=False))
+    both = [Witness("some method", torch.tensor([0.6, 0.1]), 4.0, 1234.5, tokens[:1]) for tokens in (right, wrong)]
+    pieces, said = [tokenizer.decode([token]) for token in text], tokenizer.decode(right[:1]).strip()
+    shown = "\n".join(page(both, [sample], tokenizer, colors=False))
     first, second = shown.split("\nsome method: CR 4.0, ")[1:]
     dots = " " * pieces[1].count(" ") + "·" * len(pieces[1].strip())
     assert first.startswith(f"1,234 bytes a token, 1 of 1 answered\n\n{pieces[0]}{dots}\n")
     assert first.rstrip().endswith("right") and f"wrong, it is {said}" in second and "0 of 1 answered" in second
-    colored = "\n".join(page(told[:1], [sample], tokenizer, colors=True))
+    colored = "\n".join(page(both[:1], [sample], tokenizer, colors=True))
     assert f"\x1b[48;5;40m{pieces[0]}\x1b[0m" in colored and f"\x1b[48;5;28m{pieces[1]}\x1b[0m" in colored
     assert "dot" in legend(colors=False) and "\x1b[48;5;236m" in legend(colors=True)

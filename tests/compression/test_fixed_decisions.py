@@ -20,7 +20,7 @@ from dmc.compression.gates import positions_since
 )
 def test_pattern_of_every_ratio_is_the_papers(ratio, pattern):
     merged = fixed_decisions(torch.arange(len(pattern)), ratio)
-    assert "".join(str(int(each)) for each in merged) == pattern
+    assert "".join(str(int(decision)) for decision in merged) == pattern
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.1, 1.37, 2.0, 2.5, 3.3, 4.0, 7.9, 12.0])

@@ -52,13 +52,13 @@ def test_initial_offset_opens_one_gate_in_150():
 @pytest.mark.parametrize("mode", [GateMode(), GateMode(noise_seeds=[4, 9])])
 def test_a_layer_that_decides_as_one_takes_the_means_of_its_heads(mode):
     query, key, _ = states()
-    each = compressor(decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
+    per_head = compressor(decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
     gated = compressor(decisions="per_layer", decision_offset=0.2, omega_offset=0.7).gate(query, key, mode, 0)
-    torch.testing.assert_close(gated.logits, each.logits.mean(1, keepdim=True).expand_as(each.logits))
+    torch.testing.assert_close(gated.logits, per_head.logits.mean(1, keepdim=True).expand_as(per_head.logits))
     expected = torch.sigmoid(query[..., -1].mean(1, keepdim=True) + 0.7) + 2**-7
     torch.testing.assert_close(gated.omega, expected.expand_as(gated.omega))
-    assert torch.equal(gated.key, each.key)
-    assert torch.equal(gated.query, each.query)
+    assert torch.equal(gated.key, per_head.key)
+    assert torch.equal(gated.query, per_head.query)
     for one in (gated.alpha, gated.log_append):
         assert one.shape == key.shape[:3]
         assert (one == one[:, :1]).all()
@@ -166,10 +166,10 @@ def test_drop_gate_pools_nothing_and_hides_its_own_token():
 
 
 def test_pooled_states_keep_the_dtype_of_the_values():
-    query, key, value = (each.bfloat16() for each in states())
+    query, key, value = (tensor.bfloat16() for tensor in states())
     gate = compressor()
     gated = gate.gate(query, key, GateMode(), 0)
-    assert {each.dtype for each in gate.pool(gated, value)} == {torch.bfloat16}
+    assert {pooled.dtype for pooled in gate.pool(gated, value)} == {torch.bfloat16}
     assert gated.alpha.dtype == gated.omega.dtype == gated.logits.dtype == torch.float32
 
 

@@ -49,8 +49,8 @@ def test_a_sweep_takes_lists_and_lengths(tmp_path, monkeypatch):
     assert len(jobs) == 4
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         found = [compose("train", overrides=job).training for job in jobs]
-    assert {each.stages.retrofit.length for each in found} == {"5 steps", "2B tokens"}
-    assert [list(each.snapshot_ratios) for each in found] == [[2], [2, 3]] * 2
+    assert {run.stages.retrofit.length for run in found} == {"5 steps", "2B tokens"}
+    assert [list(run.snapshot_ratios) for run in found] == [[2], [2, 3]] * 2
 
 
 def test_no_thread_computes_with_denormal_numbers():

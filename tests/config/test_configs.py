@@ -49,11 +49,11 @@ def test_every_study_composes_and_opens_with_its_command(name):
 
 
 def study_runs():
-    runs = [each for name in STUDIES for each in {**study(name).bases, **study(name).runs}.items()]
+    runs = [item for name in STUDIES for item in {**study(name).bases, **study(name).runs}.items()]
     return [(name, list(arguments)) for name, arguments in runs]
 
 
-@pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_run_of_the_study_composes(name, arguments):
     config = composed(*arguments)
     length = 4096 if "4096" in arguments[0] else 256 if name == "base_short" else 1024

@@ -66,14 +66,14 @@ def test_shards_of_every_source_are_its_documents_in_their_order(corpus, tmp_pat
     monkeypatch.setattr("dmc.data.text.load_dataset", lambda *_, **__: hub)
     sources = {"text": TextSource(str(corpus)), "hub": TextSource("owner/name")}
     sources["library"] = StandardLibrarySource("validation")
-    sources |= {each: TextSource(str(folder), files=f"*.{each}") for each in ("jsonl", "csv", "parquet", "json")}
+    sources |= {suffix: TextSource(str(folder), files=f"*.{suffix}") for suffix in ("jsonl", "csv", "parquet", "json")}
     for name, source in sources.items():
-        whole, stream = list(source.documents()), source.stream()
-        assert len(whole) >= 10 and source.num_bytes() > 1000, name
+        documents, stream = list(source.documents()), source.stream()
+        assert len(documents) >= 10 and source.num_bytes() > 1000, name
         assert stream.num_shards >= (3 if name in ("csv", "json") else 10), name
         for num_parts in (1, 2, min(7, stream.num_shards)):
             found = [list(source.read(stream.shard(num_parts, part))) for part in range(num_parts)]
-            assert [text for texts in found for text in texts] == whole, (name, num_parts)
+            assert [text for texts in found for text in texts] == documents, (name, num_parts)
 
 
 def test_line_belongs_to_the_shard_in_which_it_begins(tmp_path, monkeypatch):

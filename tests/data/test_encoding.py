@@ -41,7 +41,7 @@ def runs(token_ids, learned, tokenizer):
         if is_learned:
             found += [] if number and learned[number - 1] else [[]]
             found[-1].append(token)
-    return [tokenizer.decode(each) for each in found]
+    return [tokenizer.decode(tokens) for tokens in found]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -50,7 +50,7 @@ def test_what_the_assistant_says_is_learned(template, tokenizer):
     (encoded,) = DocumentEncoder(instruct, framing_of(instruct))([CHAT])
     assert encoded.scored is not None
     assert runs(encoded.token_ids.tolist(), encoded.scored.tolist(), tokenizer) == ANSWERS
-    expected = "".join(f"<{each['role']}>{each['content']}\n" for each in CHAT)
+    expected = "".join(f"<{message['role']}>{message['content']}\n" for message in CHAT)
     assert tokenizer.decode(encoded.token_ids) == expected + "<|endoftext|>"
 
 
@@ -126,7 +126,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>
 
 def qwen3_turns(chat):
     """Return pieces of text, and whether each is learned, of a chat with or without thoughts in its answers."""
-    pieces, last = [], max(n for n, each in enumerate(chat) if each["role"] == "user")
+    pieces, last = [], max(n for n, message in enumerate(chat) if message["role"] == "user")
     for number, message in enumerate(chat):
         text = message["content"]
         if message["role"] != "assistant":
@@ -142,22 +142,22 @@ def qwen3_turns(chat):
 
 
 def chatml_turns(chat):
-    for each in chat:
-        yield f"<|im_start|>{each['role']}\n", False
-        yield f"{each['content']}<|im_end|>\n", each["role"] == "assistant"
+    for message in chat:
+        yield f"<|im_start|>{message['role']}\n", False
+        yield f"{message['content']}<|im_end|>\n", message["role"] == "assistant"
 
 
 def llama3_turns(chat):
     yield "<|begin|>", False
-    for each in chat:
-        yield f"<|header|>{each['role']}<|/header|>\n\n", False
-        yield f"{each['content'].strip()}<|eot|>", each["role"] == "assistant"
+    for message in chat:
+        yield f"<|header|>{message['role']}<|/header|>\n\n", False
+        yield f"{message['content'].strip()}<|eot|>", message["role"] == "assistant"
 
 
 def llama2_turns(chat):
-    for each in chat:
-        answers = each["role"] == "assistant"
-        yield (f" {each['content'].strip()} </s>" if answers else f"<s>[INST] {each['content']} [/INST]"), answers
+    for message in chat:
+        answers = message["role"] == "assistant"
+        yield (f" {message['content'].strip()} </s>" if answers else f"<s>[INST] {message['content']} [/INST]"), answers
 
 
 def chats_of(number, with_system):
@@ -290,7 +290,7 @@ def test_a_tenth_of_the_chats_may_be_refused_with_one_warning(tmp_path, tokenize
     caplog.clear()
     batches = list(StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=150))
     assert caplog.text.count("are left out, the first is chat 7: an odd turn") == 1
-    assert "question" in (text := tokenizer.decode(torch.cat([each["input_ids"][0] for each in batches])))
+    assert "question" in (text := tokenizer.decode(torch.cat([batch["input_ids"][0] for batch in batches])))
     assert "refuse" not in text
 
 
@@ -302,9 +302,9 @@ def test_more_than_a_tenth_of_the_chats_refused_ends_the_start_in_one_line(refus
     source = TextSource(str(tmp_path / "chats.jsonl"), messages="messages")
     first = min(refused)
     for _ in range(2):  # nothing was written that a second start would take
-        with pytest.raises(ValueError) as told:
+        with pytest.raises(ValueError) as error:
             build_packed(source, instruct, 16, tmp_path / "cache")
-        assert "\n" not in str(told.value) and str(told.value).endswith(
+        assert "\n" not in str(error.value) and str(error.value).endswith(
             f"refuses {len(refused)} of 130 chats, more than a tenth; the first is chat {first}: an odd turn"
         )
     loader = StreamLoader([source], instruct, 16, num_stream_shards=1, batch_size=1, num_draws=400)

@@ -43,7 +43,7 @@ def test_what_is_woven_into_a_text_leaves_the_text_in_order(seed):
     assert (
         len(tokens) == length and [token for token in tokens if token >= 0] == text[: length - sum(map(len, inserts))]
     )
-    assert [tokens[begin : begin + len(each)] for begin, each in zip(begins, inserts, strict=True)] == inserts
+    assert [tokens[begin : begin + len(insert)] for begin, insert in zip(begins, inserts, strict=True)] == inserts
     with pytest.raises(ValueError, match="leave -1 of 5 tokens"):
         weave([[-1] * 6], text, 5, draw)
 
@@ -71,7 +71,7 @@ def test_an_item_is_a_function_of_seed_and_position(wordy):
     for position in (7, 0, 3, 5):
         item = first[position]
         assert all(torch.equal(item[name], again[position][name]) for name in ("input_ids", "loss_mask"))
-        assert not any(torch.equal(item["input_ids"], each[position]["input_ids"]) for each in others)
+        assert not any(torch.equal(item["input_ids"], other[position]["input_ids"]) for other in others)
 
 
 def test_copies_come_twice_and_pairs_again(wordy):
@@ -170,9 +170,9 @@ def test_keys_of_several_words_are_distinct_and_share_few_words(wordy):
     writer, draw = FactWriter(wordy[1], 5, key_words=2), np.random.default_rng(0)
     drawn = [writer.draw_keys(9, draw, of_keys=3) for _ in range(20)]
     words = [{word for key in keys for word in key} for keys in drawn]
-    pairs = [{(one, other) for one in own for other in own} for own in words]
+    pairs = [{(one, other) for one in chosen for other in chosen} for chosen in words]
     assert [{*keys} for keys in drawn] == pairs
-    assert {len(own) for own in words} == {3} and set.union(*words) == {*writer.keys}
+    assert {len(chosen) for chosen in words} == {3} and set.union(*words) == {*writer.keys}
     every = writer.draw_keys(25, draw)
     assert len({*every}) == 25 and {word for key in every for word in key} == {*writer.keys}
 

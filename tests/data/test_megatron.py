@@ -13,8 +13,10 @@ CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint
 def write(prefix, documents, dtype=np.uint16):
     """Write documents of sequences as Megatron-LM's IndexedDatasetBuilder does."""
     sequences = [sequence for document in documents for sequence in document]
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(each, dtype=dtype).tobytes() for each in sequences))
-    lengths, bounds, pointers, pointer = [len(each) for each in sequences], [0], [], 0
+    prefix.with_suffix(".bin").write_bytes(
+        b"".join(np.array(sequence, dtype=dtype).tobytes() for sequence in sequences)
+    )
+    lengths, bounds, pointers, pointer = [len(sequence) for sequence in sequences], [0], [], 0
     for document in documents:
         bounds.append(bounds[-1] + len(document))
     for length in lengths:

@@ -60,9 +60,9 @@ def collect(dataset, positions, num_workers, batch_size):
 @pytest.mark.parametrize("blended", [False, True])
 def test_resumed_loader_yields_what_the_uninterrupted_one_would(num_workers, blended):
     dataset = Blend([make_dataset(7), make_dataset(5)], [0.7, 0.3], 5) if blended else Shuffled(make_dataset(7), 5)
-    whole = collect(dataset, Positions(40), 0, 4)
+    alone = collect(dataset, Positions(40), 0, 4)
     ranks = [collect(dataset, Positions(40, 16, rank, 2), num_workers, 3) for rank in range(2)]
-    for expected, *parts in zip(whole, *ranks, strict=True):
+    for expected, *parts in zip(alone, *ranks, strict=True):
         assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), expected[16:])
 
 

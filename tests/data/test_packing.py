@@ -17,7 +17,10 @@ class Opening:
 
     def __call__(self):
         ends = np.cumsum([length for documents in self.lengths for length in documents], dtype=np.int64)
-        parts = np.split(np.arange(ends[-1]).astype(np.uint16), np.cumsum([sum(each) for each in self.lengths])[:-1])
+        parts = np.split(
+            np.arange(ends[-1]).astype(np.uint16),
+            np.cumsum([sum(lengths_of_one) for lengths_of_one in self.lengths])[:-1],
+        )
         scored = pa.chunked_array([(part % 3 > 0).astype(np.uint8) for part in parts])
         return TokenArrays(pa.chunked_array(parts), ends, scored)
 

@@ -122,7 +122,7 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
 def test_run_goes_on_at_any_number_of_ranks_and_workers(
     ranks_before: int, ranks_after: int, workers_before: int, workers_after: int, make_loader: Any
 ) -> None:
-    whole = samples_of(make_loader())
+    uninterrupted = samples_of(make_loader())
     for num_drawn in (24, 72):
         states, drawn = [], {}
         for rank in range(ranks_before):
@@ -135,7 +135,7 @@ def test_run_goes_on_at_any_number_of_ranks_and_workers(
             loader = make_loader(rank=rank, world_size=ranks_after, num_workers=workers_after)
             loader.load_state_dict(state)
             drawn |= samples_of(loader)
-        assert drawn == whole
+        assert drawn == uninterrupted
 
 
 def integer_keys(values: dict[str, Any]) -> dict[Any, Any]:
@@ -146,9 +146,9 @@ def integer_keys(values: dict[str, Any]) -> dict[Any, Any]:
 def test_state_after_every_sequence_resumes_exactly(kind: str, make_loader: Any) -> None:
     options = {"num_stream_shards": 2, "batch_size": 1, "num_draws": 300}  # several rounds of each shard's documents
     loader = make_loader(kind, **options)
-    whole, states = [], []
+    uninterrupted, states = [], []
     for batch in loader:
-        whole.append(batch["input_ids"].tolist())
+        uninterrupted.append(batch["input_ids"].tolist())
         states.append(copy.deepcopy(loader.state_dict()))
     places = [place for state in states for shard in state["shards"].values() for place in shard]
     assert all(len(place["remainder"]) < LENGTH for place in places)
@@ -157,7 +157,7 @@ def test_state_after_every_sequence_resumes_exactly(kind: str, make_loader: Any)
         resumed.load_state_dict(copy.deepcopy(states[start]))
         assert resumed.state_dict() == states[start]
         drawn = [batch["input_ids"].tolist() for batch in itertools.islice(resumed, 40)]
-        assert drawn == whole[start + 1 : start + 41]
+        assert drawn == uninterrupted[start + 1 : start + 41]
 
 
 def test_samples_read_ahead_are_drawn_again_after_a_resume(make_loader: Any) -> None:

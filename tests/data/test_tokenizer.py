@@ -81,11 +81,11 @@ def test_digest_follows_what_changes_the_ids(tokenizer, tmp_path):
 
 def test_long_text_is_encoded_in_pieces_without_loss(tokenizer, monkeypatch):
     text = "".join(f"line {number}\n" for number in range(100)) + "x" * 200
-    whole = encode_documents(tokenizer, [text, "second"])
+    unsplit = encode_documents(tokenizer, [text, "second"])
     monkeypatch.setattr("dmc.data.encoding._MAX_PIECE", 50)
     pieces = encode_documents(tokenizer, [text, "second"])
     assert [tokenizer.decode(token_ids) for token_ids in pieces] == [text, "second"]
-    assert pieces[1] == whole[1]
+    assert pieces[1] == unsplit[1]
     assert encode_documents(tokenizer, []) == []
 
 
@@ -116,6 +116,7 @@ def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "_train", lambda *given: trained.append(1) or train(*given))
     with ThreadPoolExecutor(3) as threads:
         found = [
-            each.result() for each in [threads.submit(train_tokenizer, TEXTS, 300, tmp_path / "t") for _ in range(3)]
+            future.result()
+            for future in [threads.submit(train_tokenizer, TEXTS, 300, tmp_path / "t") for _ in range(3)]
         ]
-    assert len(trained) == 1 and {len(each) for each in found} == {300} and names(tmp_path) == ["t"]
+    assert len(trained) == 1 and {len(tokenizer) for tokenizer in found} == {300} and names(tmp_path) == ["t"]

@@ -65,7 +65,9 @@ def test_the_error_of_attention_is_bounded_by_the_steps_of_keys_and_values(backe
         for member in range(2 * GROUP):
             head, length = member // GROUP, int(exact.lengths[row, member // GROUP])
             table = exact.block_tables[row, head].long()
-            key, value = (each[table].flatten(0, 1)[:length].double() for each in (exact.key_pages, exact.value_pages))
+            key, value = (
+                pages[table].flatten(0, 1)[:length].double() for pages in (exact.key_pages, exact.value_pages)
+            )
             key_step, value_step = key.abs().amax(-1) / 127, value.abs().amax(-1) / 127
             shift = (SCALING * query[row, member].double().abs().sum() * key_step / 2).max()  # of a score, at most
             share = (SCALING * key @ query[row, member].double()).softmax(0)
@@ -101,7 +103,8 @@ def test_backends_write_and_read_alike(backend, gates, dtype):
         query = torch.randn(batch.num_tokens, 2 * GROUP, HEAD_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
         out, want = (
-            each.prefill_attention(query, *pages, batch, seen, SCALING, layer.scales) for each in (backend, reference)
+            kernels.prefill_attention(query, *pages, batch, seen, SCALING, layer.scales)
+            for kernels in (backend, reference)
         )
         torch.testing.assert_close(out, want, rtol=0, atol=TOLERANCE[dtype])
         begins = ends
@@ -124,9 +127,9 @@ def test_received_attention_and_evictions_are_those_of_the_reference(backend, dt
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     expected, rows = copy_to(layer, "cpu"), batch.row_index
     keep = torch.rand(2, 2, 70, generator=torch.Generator().manual_seed(4)) < 0.5
-    for each, own in ((backend, layer), (reference, expected)):
-        each.compact(own, rows, keep)
-        each.evict(own, rows, torch.tensor([[3, -1], [0, 2]]))
+    for kernels, cache in ((backend, layer), (reference, expected)):
+        kernels.compact(cache, rows, keep)
+        kernels.evict(cache, rows, torch.tensor([[3, -1], [0, 2]]))
     assert_same_state(layer, expected, 0)
 
 
@@ -143,6 +146,6 @@ def test_compiled_code_takes_no_8_bit_pages_without_their_factors():
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.5), (torch.float32, 0.25)], ids=str)
 def test_an_entry_takes_half_of_bfloat16_and_a_quarter_of_float32(dtype, share):
     layout = CacheLayout(2, 2, 128, dtype, torch.device("cpu"))
-    full, small = (layout.stored_as(each).entry_bytes for each in ("auto", "int8"))
+    full, small = (layout.stored_as(dtype).entry_bytes for dtype in ("auto", "int8"))
     assert small == 2 * (128 + 4) and small / full == pytest.approx(share, rel=0.04)
     assert layout.stored_as("int8").block_bytes(16) == 16 * small

@@ -117,7 +117,7 @@ def test_prefill_attention_agrees(
     pages, batch = random_pages((3, 2), 8, 16, dtype), ForwardBatch([2, 1], [0, 0], list(num_new))
     generator, count = torch.Generator().manual_seed(6), sum(num_new)
     slots = torch.randint(0, 8 * 16 + 1, (count, 2), generator=generator)
-    slots = torch.cat([each.sort(0).values for each in slots.split(list(num_new))]).int()
+    slots = torch.cat([part.sort(0).values for part in slots.split(list(num_new))]).int()
     slots[0, 0] = 0
     seen, place = VisibleKeys(slots), batch.positions
     if with_top:
@@ -195,7 +195,8 @@ def assert_same_state(layer: LayerCache, expected: LayerCache, dtype: torch.dtyp
     held = torch.arange(capacity) < layer.lengths[..., None]
     for name in ("key_pages", "value_pages"):
         got, wanted = (
-            reference.gather_pages(getattr(each, name), each.block_tables, capacity)[held] for each in (layer, expected)
+            reference.gather_pages(getattr(cache, name), cache.block_tables, capacity)[held]
+            for cache in (layer, expected)
         )
         assert_agree(got, wanted, dtype)
     for name in ("mean", "weight"):
@@ -247,7 +248,7 @@ def test_ragged_pieces_between_single_tokens_leave_the_same_state(backend: Modul
         assert_same_seen(seen, wanted, torch.float32)
         assert_same_state(layer, expected, torch.float32)
         query = noise(batch.num_tokens, 2 * HEADS, HEAD_DIM, seed=sum(begins))
-        pages = [(each.key_pages, each.value_pages, each.block_tables) for each in (layer, expected)]
+        pages = [(cache.key_pages, cache.value_pages, cache.block_tables) for cache in (layer, expected)]
         out = backend.prefill_attention(query, *pages[0], batch, seen, 0.3)
         assert_agree(out, reference.prefill_attention(query, *pages[1], batch, wanted, 0.3), torch.float32)
         begins = ends
@@ -277,9 +278,9 @@ def test_slots_receive_the_column_sums_of_the_attention_matrix(
         for head in range(2):
             table, length = layer.block_tables[row, head].long(), lengths[sequence]
             key = layer.key_pages[table].flatten(0, 1)[:length].double()
-            own = query[span, head * group : (head + 1) * group].double().transpose(0, 1)
+            head_query = query[span, head * group : (head + 1) * group].double().transpose(0, 1)
             seen = torch.arange(length) < slots[span, head][:, None]
-            weights = (0.3 * own @ key.T).masked_fill(~seen, -torch.inf).softmax(-1)
+            weights = (0.3 * head_query @ key.T).masked_fill(~seen, -torch.inf).softmax(-1)
             wanted[sequence, head, :, :length] = weights.sum(1)
             squares[sequence, head, :length] = weights.mean(0).square().sum(0)
     for name in backends_here(HEAD_DIM):

@@ -100,7 +100,7 @@ def test_without_a_compiler_that_works_the_reference_serves_after_one_warning(
     monkeypatch.setenv("CXX", compiler)
     with pytest.warns(UserWarning, match="could not be built") as caught:
         assert not compiled_code_attends()
-    (said,) = (str(each.message) for each in caught)
+    (said,) = (str(warning.message) for warning in caught)
     assert reason in said and "install a C++ compiler" in said and "CXX" in said
     assert not [*nothing_built.glob("*")]
 
@@ -145,9 +145,9 @@ def test_attention_equals_loops_over_slots(group: int) -> None:
         for head in range(3 * group):
             slots = range(int(lengths[row, head // group]))
             place = [(int(tables[row, head // group, slot // 16]), slot % 16) for slot in slots]
-            scores = [float(query[row, head].double() @ key[each].double()) / math.sqrt(32) for each in place]
+            scores = [float(query[row, head].double() @ key[slot].double()) / math.sqrt(32) for slot in place]
             weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-            expected = sum((w * value[each].double() for w, each in zip(weights, place)), torch.zeros(32).double())
+            expected = sum((w * value[slot].double() for w, slot in zip(weights, place)), torch.zeros(32).double())
             torch.testing.assert_close(out[row, head].double(), expected, rtol=0, atol=2e-5)
 
 

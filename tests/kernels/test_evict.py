@@ -101,8 +101,8 @@ class Simulation:
             for head, expected in enumerate(self.heads[row]):
                 for token in range(span.start, span.stop):
                     position = self.positions[row] + token - span.start
-                    own = key[token, head], value[token, head], position, sums[:, token, head].tolist()
-                    expected.append(Entry(*own), self.stack)
+                    fields = key[token, head], value[token, head], position, sums[:, token, head].tolist()
+                    expected.append(Entry(*fields), self.stack)
             self.positions[row] += span.stop - span.start
 
     def evict(self, rows: list[int], slots: list[list[int]]) -> None:
@@ -255,10 +255,10 @@ def test_the_lowest_are_found_in_scores_that_heads_or_sequences_share(backend: M
         found = backend.eviction_candidate(scores, positions, lengths, limits)
         for sequence in range(3):
             for head in range(4):
-                own = scores[sequence, head, : int(lengths[sequence, head])].tolist()
-                lowest = [slot for slot, score in enumerate(own) if score == min(own)]
+                head_scores = scores[sequence, head, : int(lengths[sequence, head])].tolist()
+                lowest = [slot for slot, score in enumerate(head_scores) if score == min(head_scores)]
                 youngest = max(lowest, key=positions[sequence, head].tolist().__getitem__)
-                assert int(found[sequence, head]) == (youngest if len(own) > int(limits[sequence]) else -1)
+                assert int(found[sequence, head]) == (youngest if len(head_scores) > int(limits[sequence]) else -1)
 
 
 def test_the_nth_newest_position_is_that_of_a_sorted_list(backend: ModuleType) -> None:
@@ -271,7 +271,10 @@ def test_the_nth_newest_position_is_that_of_a_sorted_list(backend: ModuleType) -
     for count in (-3, 0, 1, 16, 17, 51):
         found = backend.nth_newest(positions, torch.full((2, 3), count))
         for sequence in range(2):
-            for head, own in enumerate(held[sequence]):
-                newest = sorted(own, reverse=True)[: max(count, 0)]
+            for head, head_positions in enumerate(held[sequence]):
+                newest = sorted(head_positions, reverse=True)[: max(count, 0)]
                 threshold = int(found[sequence, head])
-                assert sorted([each for each in own if each >= threshold], reverse=True) == newest and threshold >= 0
+                assert (
+                    sorted([position for position in head_positions if position >= threshold], reverse=True) == newest
+                    and threshold >= 0
+                )

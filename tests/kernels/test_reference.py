@@ -43,7 +43,7 @@ def naive_attention(
                 values.append(value[block, slot % BLOCK].double())
             if scores:
                 weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-                out[row, head] = sum(weight * each for weight, each in zip(weights, values, strict=True))
+                out[row, head] = sum(weight * value for weight, value in zip(weights, values, strict=True))
     return out
 
 
@@ -81,7 +81,7 @@ def test_sixteen_bit_pages_are_attended_in_float32(dtype: torch.dtype) -> None:
     lengths = torch.tensor([[17, 3]], dtype=torch.int32)
     key, value, tables = random_pages(lengths, capacity=2)
     query = torch.randn(1, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    query, key, value = (each.to(dtype) for each in (query, key, value))
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     out = paged_attention(query, key, value, tables, lengths, 0.5)
     expected = paged_attention(query.float(), key.float(), value.float(), tables, lengths, 0.5)
     assert out.dtype == dtype
@@ -109,7 +109,7 @@ class Stream:
         batch = ForwardBatch(rows, begins, [ends[i] - self.ends[i] for i in members])
         batch.rotary = rotary_tables(batch.extended(self.config.delay).positions, HEAD_DIM)
         place = torch.tensor(members)[batch.sequence], slice(None), batch.positions
-        states = (each[place] for each in (self.key, self.value, self.decisions, self.omega))
+        states = (tensor[place] for tensor in (self.key, self.value, self.decisions, self.omega))
         self.ends = list(ends)
         return batch, append_or_merge(self.cache, batch, NewTokens(*states), self.config)
 
@@ -202,8 +202,8 @@ def test_a_piece_attends_as_its_tokens_one_by_one(gates: dict) -> None:
         batch, seen = together.feed(*ends)
         layer = together.cache
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        own = torch.cat([query[i, before[i] : ends[i]] for i in range(2)])
-        out = batch.pad(prefill_attention(own, *pages, batch, seen, 0.5))
+        new_query = torch.cat([query[i, before[i] : ends[i]] for i in range(2)])
+        out = batch.pad(prefill_attention(new_query, *pages, batch, seen, 0.5))
         for sequence in range(2):
             for token in range(before[sequence], ends[sequence]):
                 upto = [token + 1, single.ends[1]] if sequence == 0 else [single.ends[0], token + 1]

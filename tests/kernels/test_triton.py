@@ -111,19 +111,21 @@ def test_pages_of_8_bits_are_written_read_and_moved_as_by_the_reference(
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         tensors = query, expected.key_pages, expected.value_pages, expected.block_tables, batch, wanted
         want = reference.prefill_attention(*tensors, 0.2, expected.scales)
-        scales = tuple(each.to(device) for each in expected.scales or ())
-        got = kernels.prefill_attention(*(copy_to(each, device) for each in tensors), 0.2, scales)
+        scales = tuple(scale.to(device) for scale in expected.scales or ())
+        got = kernels.prefill_attention(*(copy_to(tensor, device) for tensor in tensors), 0.2, scales)
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=tolerance)
     pages = expected.key_pages, expected.value_pages, expected.block_tables, expected.lengths
     options = {"rows": batch.row_index, "recent": wanted.recent, "return_scores": True}
-    own = {name: copy_to(each, device) for name, each in options.items()}
-    got = kernels.paged_attention(query.to(device), *(each.to(device) for each in pages), 0.2, scales=scales, **own)
-    for each, want in zip(got, reference.paged_attention(query, *pages, 0.2, scales=expected.scales, **options)):
-        torch.testing.assert_close(each.cpu(), want, rtol=0, atol=tolerance)
+    keywords = {name: copy_to(value, device) for name, value in options.items()}
+    got = kernels.paged_attention(
+        query.to(device), *(tensor.to(device) for tensor in pages), 0.2, scales=scales, **keywords
+    )
+    for actual, want in zip(got, reference.paged_attention(query, *pages, 0.2, scales=expected.scales, **options)):
+        torch.testing.assert_close(actual.cpu(), want, rtol=0, atol=tolerance)
     actual, keep = copy_to(expected, device), torch.rand(2, 2, 22, generator=generator) < 0.5
-    for each, own, where in ((kernels, actual, device), (reference, expected, "cpu")):
-        each.compact(own, batch.row_index.to(where), keep.to(where))
-        each.evict(own, batch.row_index.to(where), torch.tensor([[1, -1], [0, 1]], device=where))
+    for implementation, layer, where in ((kernels, actual, device), (reference, expected, "cpu")):
+        implementation.compact(layer, batch.row_index.to(where), keep.to(where))
+        implementation.evict(layer, batch.row_index.to(where), torch.tensor([[1, -1], [0, 1]], device=where))
     assert_same_state(actual, expected, 0)
 
 
@@ -216,7 +218,7 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
     for i, (run, (head, num_parts)) in enumerate(zip(runs, cuts, strict=True)):
         begins_here = run[-1] not in (head for before in runs[:i] for head in before)
-        parts = sum(run[-1] in each for each in runs) if begins_here else 1
+        parts = sum(run[-1] in other for other in runs) if begins_here else 1
         assert (head, num_parts) == (run[-1], parts if parts > 1 else 0)
 
 
@@ -242,7 +244,7 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         seen = reference.append_or_merge(layer, batch, tokens, config)
         tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen
         wanted = reference.prefill_attention(*tensors, 0.2)
-        actual = kernels.prefill_attention(*(copy_to(each, device) for each in tensors), 0.2)
+        actual = kernels.prefill_attention(*(copy_to(tensor, device) for tensor in tensors), 0.2)
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
@@ -258,10 +260,10 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
         slots[:, 1] = (slots[:, 1] - 7).clamp_min(1)  # a head of fewer slots
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         wanted = reference.attention_received(query, layer, batch, slots, 0.2)
-        given = (copy_to(each, device) for each in (query, layer, batch, slots))
-        for got, each in zip(kernels.attention_received(*given, 0.2), wanted, strict=True):
-            count = each.shape[-1]
-            torch.testing.assert_close(got[..., :count].cpu(), each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        given = (copy_to(item, device) for item in (query, layer, batch, slots))
+        for got, want in zip(kernels.attention_received(*given, 0.2), wanted, strict=True):
+            count = want.shape[-1]
+            torch.testing.assert_close(got[..., :count].cpu(), want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
             assert not got[..., count:].any()
 
 
@@ -273,7 +275,9 @@ def test_the_engine_generates_the_tokens_of_the_reference(
     params = SamplingParams(max_new_tokens=3, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
     engine = Engine(model, kernels="triton", prefill_chunk_size=4)  # the longest prompt goes on while others decode
-    assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
+    assert [generation.token_ids for generation in engine.generate(prompts, params)] == [
+        generation.token_ids for generation in expected
+    ]
     assert engine.blocks_in_use == 0
 
 
@@ -330,7 +334,7 @@ class DecodeLoop:
 
     def __init__(self, layer: LayerCache, stream: Stream, queries: torch.Tensor) -> None:
         self.layer, self.stream, self.queries = copy_to(layer, "cuda"), stream, queries
-        self.batch, self.tokens = (copy_to(each, "cuda") for each in stream.tokens(0, 1))
+        self.batch, self.tokens = (copy_to(item, "cuda") for item in stream.tokens(0, 1))
         self.query = queries[0].cuda()
 
     def feed(self, token: int) -> None:
@@ -399,7 +403,7 @@ def test_decode_and_prefill_equal_the_reference_in_full_size(
     layer = make_layer(config, head_dim=head_dim, block_size=block_size, max_blocks=-(-600 // block_size), dtype=dtype)
     layer = copy_to(layer, "cuda")
     stream = Stream(copy_to(layer, "cpu"), config, rows=[2, 0], time=600)
-    batch, tokens = (copy_to(each, "cuda") for each in stream.tokens(0, [600, 450]))
+    batch, tokens = (copy_to(item, "cuda") for item in stream.tokens(0, [600, 450]))
     seen = reference.append_or_merge(layer, batch, tokens, config)
     query = torch.randn(batch.num_tokens, 2 * group, head_dim, generator=generator).to(*place)
     pages = layer.key_pages, layer.value_pages, layer.block_tables

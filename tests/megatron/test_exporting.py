@@ -95,7 +95,7 @@ def test_calibrated_gates_keep_their_decisions_under_one_offset(make_stock, tmp_
     assert back.compression.decision_offset == back.compression.omega_offset == 5.0
     tokens = torch.randint(83, (2, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, got = (each(tokens, use_cache=False).logits for each in (model, back))
+        expected, got = (network(tokens, use_cache=False).logits for network in (model, back))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

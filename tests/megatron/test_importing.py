@@ -78,14 +78,14 @@ def test_checkpoint_without_gates_is_a_stock_llama(sizes, tied, tmp_path):
 @pytest.mark.parametrize("dialect", ["transformer_engine", "local", "legacy"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_neither_the_cut_nor_the_spelling_changes_what_is_imported(sizes, dialect, tmp_path):
-    whole = import_checkpoint(write(MULTI_HEAD, tmp_path / "whole"), tmp_path / "one", vocab_size=21)
+    uncut = import_checkpoint(write(MULTI_HEAD, tmp_path / "whole"), tmp_path / "one", vocab_size=21)
     source = write(MULTI_HEAD, tmp_path / "source", sizes=sizes, dialect=dialect)
     cut = import_checkpoint(source, tmp_path / "two", vocab_size=21)
-    expected, got = weights_in(whole), weights_in(cut)
+    expected, got = weights_in(uncut), weights_in(cut)
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         assert torch.equal(value, got[name]), name
-    assert (whole / "config.json").read_text() == (cut / "config.json").read_text()
+    assert (uncut / "config.json").read_text() == (cut / "config.json").read_text()
 
 
 def test_gates_are_those_of_the_stored_arguments(tmp_path):
@@ -104,7 +104,7 @@ def test_weights_keep_their_type_and_are_written_in_several_files(tmp_path, monk
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     model = load_model(folder)
     assert model.dtype == torch.bfloat16
-    assert torch.equal(model.model.embed_tokens.weight, Weights(dtype=torch.bfloat16).whole["embedding"])
+    assert torch.equal(model.model.embed_tokens.weight, Weights(dtype=torch.bfloat16).unsharded["embedding"])
 
 
 def test_folder_holds_tokenizer_card_and_no_pickle(folders, tmp_path):

@@ -29,12 +29,12 @@ def test_gates_add_what_the_adapter_says(gate_input):
     adapted = torch.randn(2, 2, 2, 7, generator=generator)
     config = CompressionConfig(gate_input=gate_input, decision_offset=0.3, omega_offset=0.5, decision_scale=2.0)
     gated = Compressor(config, 8).gate(query, key, GateMode(), 0, adapted=adapted)
-    own, importance = key[..., -1], query[..., -1].view(2, 2, 2, 7).mean(2)
+    key_logits, importance = key[..., -1], query[..., -1].view(2, 2, 2, 7).mean(2)
     if gate_input == "hidden":
-        own, importance = torch.zeros_like(own), torch.zeros_like(importance)
+        key_logits, importance = torch.zeros_like(key_logits), torch.zeros_like(importance)
         assert torch.equal(gated.key, key)
         assert torch.equal(gated.query, query)
-    torch.testing.assert_close(gated.logits, 2 * (own + adapted[:, 0]) - 0.3)
+    torch.testing.assert_close(gated.logits, 2 * (key_logits + adapted[:, 0]) - 0.3)
     torch.testing.assert_close(gated.omega, torch.sigmoid(importance + adapted[:, 1] + 0.5) + 2**-7)
 
 

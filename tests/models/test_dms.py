@@ -30,7 +30,7 @@ class DMSHead(HeadOracle):
             self.raw[-1]["marked"] = self.decisions[-1]
         self.raw.append({"key": self.rotate(key, position), "value": value, "position": position, "marked": 0})
         window = keys["dms_window_size"] + 1
-        self.raw = [each for each in self.raw if position - each["position"] < window or not each["marked"]]
+        self.raw = [entry for entry in self.raw if position - entry["position"] < window or not entry["marked"]]
         outputs = []
         for head, query in enumerate(queries):
             if borrows and head == 0:
@@ -38,8 +38,8 @@ class DMSHead(HeadOracle):
             query = self.rotate(query, position)
             if borrows and head == 0:
                 query[-1] = 0
-            weights = np.exp([query @ each["key"] * scaling for each in self.raw])
-            outputs.append(sum(w * each["value"] for w, each in zip(weights / weights.sum(), self.raw, strict=True)))
+            weights = np.exp([query @ entry["key"] * scaling for entry in self.raw])
+            outputs.append(sum(w * entry["value"] for w, entry in zip(weights / weights.sum(), self.raw, strict=True)))
         return outputs
 
 
@@ -83,18 +83,20 @@ def test_a_dms_folder_decodes_as_described(adapter, group, make_stock, make_prom
     runs = [oracle.run(sequence) for sequence in sequences]
     assert 0.2 < runs[0].decisions.float().mean() < 0.8
     model.save_pretrained(tmp_path / "ours")
-    for each in (model, load_model(tmp_path / "ours")):
-        assert type(each).__name__ == "DMCQwen3ForCausalLM" and each.config.compression["delay"] == 7
+    for loaded in (model, load_model(tmp_path / "ours")):
+        assert type(loaded).__name__ == "DMCQwen3ForCausalLM" and loaded.config.compression["delay"] == 7
         with torch.no_grad():
-            whole = each(torch.tensor(sequences[:1]), use_cache=False).logits[0].log_softmax(-1)
-        torch.testing.assert_close(whole.double(), runs[0].log_probs, rtol=0, atol=TOLERANCE)
+            parallel = loaded(torch.tensor(sequences[:1]), use_cache=False).logits[0].log_softmax(-1)
+        torch.testing.assert_close(parallel.double(), runs[0].log_probs, rtol=0, atol=TOLERANCE)
         for begin in (1, 20):  # nearly all token by token, and as a prompt
-            engine = Engine(each, prefill_chunk_size=7 if begin == 20 else None)
-            scored = engine.score([each[:begin] for each in sequences], [[*each[begin:], 0] for each in sequences])
+            engine = Engine(loaded, prefill_chunk_size=7 if begin == 20 else None)
+            scored = engine.score(
+                [sequence[:begin] for sequence in sequences], [[*sequence[begin:], 0] for sequence in sequences]
+            )
             for run, got in zip(runs, scored, strict=True):
                 torch.testing.assert_close(got.double(), run.log_probs[begin - 1 :], rtol=0, atol=TOLERANCE)
         for sequence, run in zip(sequences, runs, strict=True):
-            (generation,) = Engine(each).generate([sequence], SamplingParams(max_new_tokens=1, temperature=0.0))
+            (generation,) = Engine(loaded).generate([sequence], SamplingParams(max_new_tokens=1, temperature=0.0))
             assert torch.equal(generation.stats.slots, run.entries)
     for name in ("dms", "ours"):
         assert plan_model(name, str(tmp_path / name)).target_ratio == 8.0

@@ -118,7 +118,7 @@ def beam_search(next_logprobs, width, length):
             for total, tokens in beams
             for token, logprob in enumerate(next_logprobs(tokens))
         ]
-        beams = sorted(every, key=lambda each: -each[0])[:width]
+        beams = sorted(every, key=lambda beam: -beam[0])[:width]
     return beams[0][1]
 
 
@@ -164,9 +164,9 @@ def test_turns_go_on_from_the_users_cache(side, whole_history, make_compressed, 
     seen = padded(prompts, "left")["attention_mask"]
     mask = torch.cat((seen, torch.ones(3, 4, dtype=torch.long), turn["attention_mask"]), dim=1)
     new = turn["input_ids"]
-    whole = torch.cat((out, new), dim=1)
+    history = torch.cat((out, new), dim=1)
     # The last answered token has not been fed yet.
-    input_ids = whole if whole_history else whole[:, cache.get_seq_length() :]
+    input_ids = history if whole_history else history[:, cache.get_seq_length() :]
     out = model.generate(
         input_ids=input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, past_key_values=cache
     )

@@ -252,12 +252,12 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         out = function(*arguments, **(keywords or {}))
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if made and function.overloadpacket not in (torch.ops.aten.detach, torch.ops.aten.view):
             self.names.append(function.name())
             if function.namespace != "dmc":
-                touched = made + [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
-                self.bytes += sum(each.numel() * each.element_size() for each in touched)
+                touched = made + [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+                self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in touched)
         return out
 
 
@@ -273,7 +273,7 @@ def traffic(delay, keep_top, documents=None, time=4096):
         with _Traffic() as counted, FlopCounterMode(display=False) as flops:
             with torch.autocast("cpu", torch.bfloat16):
                 out = attend([*states, log_keep], delay, keep_top, documents=documents)
-            grads = torch.autograd.grad(out, [each for each in (*states, log_keep) if each is not None], out)
+            grads = torch.autograd.grad(out, [tensor for tensor in (*states, log_keep) if tensor is not None], out)
             assert out.dtype == torch.bfloat16 and grads[-1].dtype == torch.float32
     counted.per_query_element = counted.bytes / (32 * time * 128)
     counted.flops = flops.get_total_flops()

@@ -119,7 +119,9 @@ def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(gates, group,
     model = make_compressed(group=group, gates=gates)
     sequences = make_prompts(3, 17, 40)
     runs = [ModelOracle(model, model.compression).run(sequence) for sequence in sequences]
-    scores = Engine(model).score([sequence[:2] for sequence in sequences], [[*each[2:], 0] for each in sequences])
+    scores = Engine(model).score(
+        [sequence[:2] for sequence in sequences], [[*sequence[2:], 0] for sequence in sequences]
+    )
     for sequence, run, score in zip(sequences, runs, scores, strict=True):
         assert difference(parallel_log_probs(model, sequence), run.log_probs) < TOLERANCE
         assert difference(score, run.log_probs[1:]) < TOLERANCE
@@ -230,10 +232,10 @@ def test_teacher_control_zero_out_and_closed_gates_see_the_same_documents(family
         expected = torch.zeros_like(found[0])  # positions continue over documents: RoPE tells differences alone
         for row, begin, end in [(0, 0, 7), (0, 7, 30), (0, 30, 40), (1, 0, 19), (1, 19, 40)]:
             expected[row, begin:end] = stock(input_ids[row : row + 1, begin:end], use_cache=False).logits[0]
-        whole = stock(input_ids, use_cache=False).logits
+        undivided = stock(input_ids, use_cache=False).logits
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert difference(whole, expected) > 0.1
+    assert difference(undivided, expected) > 0.1
 
 
 def test_documents_reset_relaxed_decisions_too(make_compressed, make_prompts):
@@ -351,18 +353,24 @@ def test_a_borrowed_key_neuron_behind_a_norm_is_warned_of_with_its_cost(family, 
         retrofit(stock, CompressionConfig(decision_offset=2.0))
         for gates in ({"gate_input": "hidden"}, BORROWING[2], FIXED[0]):
             retrofit(make_stock(family), CompressionConfig(**gates))
-    told = [str(each.message) for each in caught if "normalizes its keys" in str(each.message)]
-    assert len(told) == (family == "qwen3")
-    for each in told:  # (2 / 1)^2 of 16 channels whose squares have the mean 1
-        assert "loses 25% of its key's squared norm" in each
+    messages = [str(warning.message) for warning in caught if "normalizes its keys" in str(warning.message)]
+    assert len(messages) == (family == "qwen3")
+    for message in messages:  # (2 / 1)^2 of 16 channels whose squares have the mean 1
+        assert "loses 25% of its key's squared norm" in message
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_parameters_as_the_stock_model(family, make_stock):
     stock = make_stock(family, tie_word_embeddings=family == "qwen2")
-    before = {name: (tuple(each.shape), each.dtype, each.data_ptr()) for name, each in stock.named_parameters()}
+    before = {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.data_ptr())
+        for name, parameter in stock.named_parameters()
+    }
     model = retrofit(stock, CompressionConfig())
-    after = {name: (tuple(each.shape), each.dtype, each.data_ptr()) for name, each in model.named_parameters()}
+    after = {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.data_ptr())
+        for name, parameter in model.named_parameters()
+    }
     assert after == before
     assert list(model.state_dict()) == list(stock.state_dict())
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -462,14 +470,15 @@ def test_a_hole_in_the_mask_counts_places_as_the_stock_model_does(delay, make_st
     model = retrofit(copy.deepcopy(stock), CompressionConfig(**{**FIXED[0], "delay": delay, "target_ratio": 1.0}))
     with torch.no_grad():
         expected, ours = (
-            each(input_ids, attention_mask=HOLES, use_cache=False).logits.log_softmax(-1) for each in (stock, model)
+            network(input_ids, attention_mask=HOLES, use_cache=False).logits.log_softmax(-1)
+            for network in (stock, model)
         )
     assert difference(ours[HOLES.bool()], expected[HOLES.bool()]) < TOLERANCE / 10
     pad = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     for use_cache in (True, False):  # generate() counts real tokens, in both
         expected, ours = (
-            each.generate(input_ids, attention_mask=HOLES, use_cache=use_cache, **pad)[:, 12:]
-            for each in (stock, model)
+            network.generate(input_ids, attention_mask=HOLES, use_cache=use_cache, **pad)[:, 12:]
+            for network in (stock, model)
         )
         assert ours.tolist() == expected.tolist()
 
@@ -479,8 +488,8 @@ def test_nothing_merges_with_what_lies_in_a_hole(gates, make_compressed, make_pr
     model, input_ids = make_compressed(gates=gates), torch.tensor(make_prompts(12, 12))
     with torch.no_grad():
         one, other = (
-            model(each, attention_mask=HOLES, use_cache=False).logits[HOLES.bool()]
-            for each in (input_ids, torch.where(HOLES.bool(), input_ids, 82 - input_ids))
+            model(ids, attention_mask=HOLES, use_cache=False).logits[HOLES.bool()]
+            for ids in (input_ids, torch.where(HOLES.bool(), input_ids, 82 - input_ids))
         )
     assert torch.equal(one, other)
 
@@ -560,6 +569,6 @@ def test_scaled_rope_acts_as_in_the_stock_model(rope, make_stock, make_prompts, 
     model.save_pretrained(tmp_path)
     without_neuron("llama", 15)
     expected = parallel_log_probs(stock, tokens)
-    for each in (model, load_model(tmp_path)):
-        assert difference(parallel_log_probs(each, tokens), expected) < TOLERANCE
-        assert difference(Engine(each).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE
+    for loaded in (model, load_model(tmp_path)):
+        assert difference(parallel_log_probs(loaded, tokens), expected) < TOLERANCE
+        assert difference(Engine(loaded).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE

@@ -15,7 +15,7 @@ def plain_losses(logits, targets, teacher=None, temperature=1.0, direction="forw
     entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     if teacher is None:
         return entropy, None
-    p, q = ((each / temperature).log_softmax(-1) for each in (teacher, logits))
+    p, q = ((scores / temperature).log_softmax(-1) for scores in (teacher, logits))
     p, q = (p, q) if direction == "forward" else (q, p)
     return entropy, (temperature**2 * (p.exp() * (p - q)).sum(-1)).masked_fill(targets == -100, 0)
 
@@ -41,9 +41,9 @@ def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temp
     targets = next_tokens(ids, mask)
     assert targets.tolist()[1] == [-100, int(ids[1, 2]), -100, int(ids[1, 4]), -100, -100, -100]
     found = []
-    for whole in (True, False):
+    for at_once in (True, False):
         states, head.weight.grad = hidden.clone().requires_grad_(), None
-        if whole:
+        if at_once:
             teacher = None if temperature is None else theirs @ weight.T
             losses = plain_losses(head(states), targets, teacher, temperature, direction)
         else:
@@ -173,7 +173,7 @@ def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype,
     """The gradient of the weight, which both make, is counted in both."""
     length, words = 4096, 128 * 1024
 
-    def peak(whole):
+    def peak(at_once):
         with FakeTensorMode():
             head = LossHead(width, words, bias=False, dtype=dtype)
             hidden = torch.randn(1, length, width, dtype=dtype, requires_grad=True)
@@ -183,20 +183,20 @@ def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(distils, dtype,
             tracker.track_external(head, hidden, theirs, weight, targets)
             with tracker:
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    if whole:  # as it was
+                    if at_once:  # as it was
                         logits = head(hidden)
                         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
                         if distils:
                             with torch.no_grad():
                                 taught = F.linear(theirs, weight)
-                            p, q = (each.float().log_softmax(-1).flatten(0, 1) for each in (taught, logits))
+                            p, q = (scores.float().log_softmax(-1).flatten(0, 1) for scores in (taught, logits))
                             loss = loss + F.kl_div(q, p, reduction="batchmean", log_target=True)
                     else:
                         taught = TeacherOutput(theirs, weight, direction=distils) if distils else None
                         loss = loss_of(*head(hidden, targets, taught), targets)
                 loss.backward()
             found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        return found - sum(each.nbytes for each in (head.weight, hidden, theirs, weight, targets))
+        return found - sum(tensor.nbytes for tensor in (head.weight, hidden, theirs, weight, targets))
 
     plain, chunked = peak(True), peak(False)
     print(f"{plain / 2**30:.2f} GiB in one piece, {chunked / 2**30:.2f} GiB in chunks")

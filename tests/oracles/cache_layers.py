@@ -74,7 +74,7 @@ def copy_to(item: Any, device: torch.device | str) -> Any:
     if dataclasses.is_dataclass(item):
         return type(item)(*(copy_to(getattr(item, field.name), device) for field in dataclasses.fields(item)))
     if isinstance(item, dict):
-        return {name: copy_to(each, device) for name, each in item.items()}
+        return {name: copy_to(value, device) for name, value in item.items()}
     return item.clone().to(device) if isinstance(item, torch.Tensor) else item
 
 
@@ -93,10 +93,10 @@ class Stream:
 
     def tokens(self, begin: int | list[int], end: int | list[int]) -> tuple[ForwardBatch, NewTokens]:
         """Cut tokens begin..end-1 out, of each sequence its own where there are several numbers; of some maybe none."""
-        begins, ends = ([each] * len(self.rows) if isinstance(each, int) else each for each in (begin, end))
+        begins, ends = ([bound] * len(self.rows) if isinstance(bound, int) else bound for bound in (begin, end))
         given = enumerate(zip(begins, ends, strict=True))
         feeds = [(i, first, last - first) for i, (first, last) in given if last > first]
-        members, begins, num_new = (list(each) for each in zip(*feeds, strict=True))
+        members, begins, num_new = (list(column) for column in zip(*feeds, strict=True))
         batch = ForwardBatch([self.rows[i] for i in members], begins, num_new)
         place = torch.tensor(members)[batch.sequence], batch.positions
         if self.config is None:

@@ -52,7 +52,7 @@ class Weights:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     layers: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, Tensor] = field(default_factory=dict)
+    unsharded: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(self.seed)
@@ -75,7 +75,7 @@ class Weights:
             )
             for key in self.layers[number]["key"]:
                 key[-1] *= self.decision_scale
-        self.whole.update(
+        self.unsharded.update(
             embedding=draw(self.vocab_size, self.hidden),
             output=draw(self.vocab_size, self.hidden),
             norm=draw(self.hidden, mean=1.0),
@@ -119,7 +119,7 @@ class Weights:
             return torch.stack([table[row] for row in ids])
 
         if stage == 0:
-            tensors["embedding.word_embeddings.weight"] = vocabulary(self.whole["embedding"])
+            tensors["embedding.word_embeddings.weight"] = vocabulary(self.unsharded["embedding"])
         per_stage = self.num_layers // pipeline_size
         for local, layer in enumerate(self.layers[stage * per_stage : (stage + 1) * per_stage]):
             name = f"decoder.layers.{local}."
@@ -128,20 +128,22 @@ class Weights:
                 of_group = range(group * self.heads // self.groups, (group + 1) * self.heads // self.groups)
                 fused += [layer["query"][head] for head in of_group] + [layer["key"][group], layer["value"][group]]
                 outputs += [layer["output"][head] for head in of_group]
-            own = range(rank * self.neurons // tensor_size, (rank + 1) * self.neurons // tensor_size)
+            neurons = range(rank * self.neurons // tensor_size, (rank + 1) * self.neurons // tensor_size)
             tensors[name + "self_attention.linear_qkv.layer_norm_weight"] = layer["norms"][0].clone()
             tensors[name + "self_attention.linear_qkv.weight"] = torch.cat(fused)
             tensors[name + "self_attention.linear_proj.weight"] = torch.cat(outputs, dim=1)
             tensors[name + "mlp.linear_fc1.layer_norm_weight"] = layer["norms"][1].clone()
-            gate_and_up = [layer["gate"][neuron] for neuron in own] + [layer["up"][neuron] for neuron in own]
+            gate_and_up = [layer["gate"][neuron] for neuron in neurons] + [layer["up"][neuron] for neuron in neurons]
             tensors[name + "mlp.linear_fc1.weight"] = torch.stack(gate_and_up)
-            tensors[name + "mlp.linear_fc2.weight"] = torch.stack([layer["down"][:, neuron] for neuron in own], dim=1)
+            tensors[name + "mlp.linear_fc2.weight"] = torch.stack(
+                [layer["down"][:, neuron] for neuron in neurons], dim=1
+            )
         if stage == pipeline_size - 1:
-            tensors["decoder.final_layernorm.weight"] = self.whole["norm"].clone()
+            tensors["decoder.final_layernorm.weight"] = self.unsharded["norm"].clone()
             if not self.tied:
-                tensors["output_layer.weight"] = vocabulary(self.whole["output"])
+                tensors["output_layer.weight"] = vocabulary(self.unsharded["output"])
             elif pipeline_size > 1:
-                tensors["output_layer.weight"] = vocabulary(self.whole["embedding"])
+                tensors["output_layer.weight"] = vocabulary(self.unsharded["embedding"])
         return tensors
 
 
@@ -169,8 +171,8 @@ def spelled(tensors, dialect):
         return {**tensors, **{module + "_extra_state": io.BytesIO(b"nothing") for module in modules}}
     named = {}
     for name, tensor in tensors.items():
-        for own, other in (LEGACY if dialect == "legacy" else LOCAL).items():
-            name = name.replace(own, other)
+        for ours, other in (LEGACY if dialect == "legacy" else LOCAL).items():
+            name = name.replace(ours, other)
         named[name] = tensor
     if dialect == "local":
         return named
@@ -204,7 +206,7 @@ class PlainHead:
         outputs = []
         for query in queries:
             rotated = self.rotate(query, position)
-            weights = np.exp([rotated @ each * scaling for each, _ in self.entries])
+            weights = np.exp([rotated @ key * scaling for key, _ in self.entries])
             outputs.append(sum(w * v for w, (_, v) in zip(weights, self.entries, strict=True)) / weights.sum())
         return outputs
 
@@ -258,7 +260,7 @@ class ShardedOracle:
         hidden = self.norm(hidden, last[0]["decoder.final_layernorm.weight"])
         tied = not self.args.untie_embeddings_and_output_weights
         output = rows if tied else [rank["output_layer.weight"] for rank in last]
-        return np.concatenate([each @ hidden for each in output])
+        return np.concatenate([row @ hidden for row in output])
 
     def layer(self, stage, layer, ranks, hidden):
         name = f"decoder.layers.{layer}."

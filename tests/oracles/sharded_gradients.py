@@ -14,7 +14,7 @@ class Holder(torch.nn.Module):
 
     def __init__(self, gradients):
         super().__init__()
-        self.values = torch.nn.ParameterList([torch.zeros_like(each) for each in gradients])
+        self.values = torch.nn.ParameterList([torch.zeros_like(gradient) for gradient in gradients])
         for value, gradient in zip(self.values, gradients, strict=True):
             value.grad = gradient
 
@@ -25,18 +25,18 @@ def compare_norms(rank, count, port):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     line, grid = init_device_mesh("cpu", (count,)), init_device_mesh("cpu", (1, count))
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(shape, generator=generator) for shape in ((6, 4), (5, 3), (4,), (3,))]
+    gradients = [torch.randn(shape, generator=generator) for shape in ((6, 4), (5, 3), (4,), (3,))]
     for spoiled in (False, True):
         if spoiled:
-            whole[0][5, 0] = float("inf")  # lies in the last rank's shard only
+            gradients[0][5, 0] = float("inf")  # lies in the last rank's shard only
         sharded = [
-            distribute_tensor(whole[0], line, [Shard(0)]),
-            distribute_tensor(whole[1], grid, [Shard(0), Shard(1)]),
-            distribute_tensor(whole[2], line, [Replicate()]),
-            whole[3],
+            distribute_tensor(gradients[0], line, [Shard(0)]),
+            distribute_tensor(gradients[1], grid, [Shard(0), Shard(1)]),
+            distribute_tensor(gradients[2], line, [Replicate()]),
+            gradients[3],
         ]
         module = Holder(sharded)
-        expected = torch.cat([each.flatten() for each in whole]).norm()
+        expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         torch.testing.assert_close(gradient_norm(module), expected)
         if not spoiled:
             clip_grads_with_norm_(module.parameters(), 0.5, gradient_norm(module), foreach=False)

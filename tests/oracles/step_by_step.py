@@ -79,10 +79,10 @@ class HeadOracle:
             rotated = self.rotate(query, position)
             if self.leader_neuron is not None and number == 0:
                 rotated[self.leader_neuron] = 0
-            scores = np.array([rotated @ each * scaling for each in keys])
+            scores = np.array([rotated @ key * scaling for key in keys])
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
-            outputs.append(sum(weight * each for weight, each in zip(weights, values, strict=True)))
+            outputs.append(sum(weight * value for weight, value in zip(weights, values, strict=True)))
         return outputs
 
     def enter(self, token):
@@ -153,8 +153,8 @@ class ModelOracle:
         query, key, value = (self.linear(prefix + name, hidden) for name in ("q_proj", "k_proj", "v_proj"))
         queries, keys, values = (state.reshape(-1, self.head_dim) for state in (query, key, value))
         if prefix + "q_norm.weight" in self.weights:
-            queries = [self.norm(prefix + "q_norm", each) for each in queries]
-            keys = [self.norm(prefix + "k_norm", each) for each in keys]
+            queries = [self.norm(prefix + "q_norm", query) for query in queries]
+            keys = [self.norm(prefix + "k_norm", key) for key in keys]
         group = len(queries) // len(heads)
         outputs = []
         groups = [list(queries[number * group : (number + 1) * group]) for number in range(len(heads))]
@@ -167,7 +167,7 @@ class ModelOracle:
         adapted = np.zeros((len(heads), 2))
         if prefix + "gate_adapter.weight" in self.weights:
             adapted = self.linear(prefix + "gate_adapter", hidden).reshape(-1, 2)
-        logits = [head.read(*each) for head, *each in zip(heads, groups, keys, adapted, strict=True)]
+        logits = [head.read(*states) for head, *states in zip(heads, groups, keys, adapted, strict=True)]
         return [tuple(np.mean(logits, axis=0))] * len(heads) if self.compression.decisions == "per_layer" else logits
 
     def linear(self, name, states):

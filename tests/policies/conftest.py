@@ -55,7 +55,7 @@ def serve(model, policy, prompts, continuations, **options):
         warnings.simplefilter("ignore")  # of windows that do not fit
         log_probs = engine.score(prompts, continuations)
     assert engine.blocks_in_use == 0
-    return [Trace(each, *held[row]) for row, each in enumerate(log_probs)]
+    return [Trace(row_log_probs, *held[row]) for row, row_log_probs in enumerate(log_probs)]
 
 
 @pytest.fixture

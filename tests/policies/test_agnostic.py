@@ -24,7 +24,7 @@ def test_a_later_turn_of_kvzip_repeats_what_is_new_and_earlier_entries_keep_thei
     def scores():
         layers = (engine.cache.layer(index) for index in range(2))
         read = (
-            attention.backend.read_metadata(each, torch.tensor([row]), ["position", "score"], 64) for each in layers
+            attention.backend.read_metadata(layer, torch.tensor([row]), ["position", "score"], 64) for layer in layers
         )
         return [dict(zip(*(part[0, head].tolist() for part in both), strict=True)) for both in read for head in (0, 1)]
 

@@ -205,6 +205,6 @@ def test_a_window_shrinks_to_half_of_a_small_budget_and_says_so_once(window, lim
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert effective_window(window, limit) == effective_window(window, limit) == used
-    texts = [str(each.message) for each in seen]
+    texts = [str(warning.message) for warning in seen]
     said = f"window={window} is more than half of a budget of {limit} entries per head: a window of {used} is used"
     assert texts == ([] if used == window else [said])

@@ -39,11 +39,11 @@ def columns_of(*variances):
 @pytest.mark.parametrize(("offset", "shares"), [(0, (78, 10, 1)), (5000, (78, 10, 1))])
 def test_variances_as_in_equation_4_tell_layers_apart_that_scaling_makes_alike(make_entries, offset, shares):
     columns = columns_of(offset + 0.5, offset + 2.5, offset + 9)
-    eq4, scaled = (D2O(budget=Budget(tokens=30), scaled=each) for each in (False, True))
-    plain = [eq4.layer_weight(make_entries(1, 2, prompt_attention=each), 30) for each in columns]
-    assert plain == pytest.approx([-(offset + each) for each in (0.5, 2.5, 9)], abs=1e-2)
+    eq4, scaled = (D2O(budget=Budget(tokens=30), scaled=scaled) for scaled in (False, True))
+    plain = [eq4.layer_weight(make_entries(1, 2, prompt_attention=attention), 30) for attention in columns]
+    assert plain == pytest.approx([-(offset + attention) for attention in (0.5, 2.5, 9)], abs=1e-2)
     assert tuple(eq4.layer_budgets(plain, 30, 3, 100)) == pytest.approx(shares, abs=1)
-    alike = [scaled.layer_weight(make_entries(1, 2, prompt_attention=each), 30) for each in columns]
+    alike = [scaled.layer_weight(make_entries(1, 2, prompt_attention=attention), 30) for attention in columns]
     assert scaled.layer_budgets(alike, 30, 3, 100) == [30, 30, 30]
 
 
@@ -87,9 +87,9 @@ def test_the_threshold_follows_the_similarities(make_entries, before, similarity
 def test_weights_of_a_merge_sum_to_one(make_entries):
     entries = entries_with_one_leaving(make_entries, 0.5, torch.nan)
     rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
-    own, other = (math.exp(each) / (math.exp(1) + math.exp(0.5)) for each in (1, 0.5))
-    assert own + other == pytest.approx(1)
-    assert rewrite.key[0, 0, 0].tolist() == pytest.approx([own * 2 + other * 2, other * 4 * COSINES[0.5]])
+    weight, other = (math.exp(similarity) / (math.exp(1) + math.exp(0.5)) for similarity in (1, 0.5))
+    assert weight + other == pytest.approx(1)
+    assert rewrite.key[0, 0, 0].tolist() == pytest.approx([weight * 2 + other * 2, other * 4 * COSINES[0.5]])
     assert rewrite.value[0, 0, 0].tolist() == pytest.approx([1, 1])  # all values are alike
 
 

@@ -60,7 +60,7 @@ def test_agrees_with_the_oracle(assert_like_oracle, budget, group, method, optio
 @pytest.mark.parametrize(
     ("method", "budget", "options"),
     [
-        *((method, {"ratio": ratio}, each) for (method, ratio), every in OPTIONS.items() for each in every),
+        *((method, {"ratio": ratio}, options) for (method, ratio), every in OPTIONS.items() for options in every),
         ("RoCo", {"tokens": 30}, {"recent_ratio": 0.6, "prompt_lengths": (50,)}),  # ten newest and more: not all safe
     ],
 )

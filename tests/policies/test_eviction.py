@@ -62,8 +62,8 @@ def test_layers_compressed_again_and_again_hold_what_one_shot_with_the_last_budg
     policy, make_stock, make_prompts
 ):
     model, (prompt,), held = make_stock(num_layers=6), make_prompts(120), []
-    for each in (policy, OneShot(**{name.name: getattr(policy, name.name) for name in dataclasses.fields(policy)})):
-        engine = Engine(model, policy=each)
+    for tested in (policy, OneShot(**{name.name: getattr(policy, name.name) for name in dataclasses.fields(policy)})):
+        engine = Engine(model, policy=tested)
         request = engine.submit(prompt, GREEDY)
         engine.step()
         cache = engine.cache
@@ -141,7 +141,7 @@ def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
 )
 def test_models_of_half_precision_hold_as_many_entries(policy, dtype, make_stock, make_prompts):
     prompts = make_prompts(40, 19)
-    full, half = (Engine(make_stock().to(each), policy=policy) for each in (torch.float32, dtype))
+    full, half = (Engine(make_stock().to(dtype), policy=policy) for dtype in (torch.float32, dtype))
     assert half.cache.fields["key_pages"].dtype == dtype
     for expected, generation in zip(full.generate(prompts, GREEDY), half.generate(prompts, GREEDY), strict=True):
         assert generation.stats.slots.sum() == expected.stats.slots.sum()

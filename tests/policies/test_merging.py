@@ -58,11 +58,11 @@ def test_merges_agree_with_a_loop(random, rule):
         taken.setdefault((sequence, head, into), []).append((age, math.exp(u) if rule == "weighted" else 1.0))
     expected = states.clone().double()
     for (sequence, head, into), members in taken.items():
-        own = math.e if rule == "weighted" else 1.0
-        total = own * states[sequence, head, into].double()
+        own_weight = math.e if rule == "weighted" else 1.0
+        total = own_weight * states[sequence, head, into].double()
         for age, weight in members:
             total = total + weight * states[sequence, head, age].double()
-        expected[sequence, head, into] = total / (own + sum(weight for _, weight in members))
+        expected[sequence, head, into] = total / (own_weight + sum(weight for _, weight in members))
     torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -81,13 +81,13 @@ def test_followers_are_the_next_entries_that_stay(random, count):
         expected = {age: torch.zeros(2) for age in stays}
         follows = set()
         for age in range(12):
-            next_ones = [each for each in stays if place[each] > place[age]][:count]
-            average = sum(numbers[sequence, head, each].item() for each in next_ones) / max(len(next_ones), 1)
+            next_ones = [position for position in stays if place[position] > place[age]][:count]
+            average = sum(numbers[sequence, head, position].item() for position in next_ones) / max(len(next_ones), 1)
             assert mean[sequence, head, age].item() == pytest.approx(average, abs=1e-6)
             if leaving[sequence, head, age]:
                 follows |= set(next_ones)
-                for each in next_ones:
-                    expected[each] += states[sequence, head, age] / len(next_ones)
+                for position in next_ones:
+                    expected[position] += states[sequence, head, age] / len(next_ones)
         for rank, age in enumerate(stays):
             torch.testing.assert_close(received[sequence, head, rank], expected[age], rtol=0, atol=1e-6)
             assert bool(concerned[sequence, head, rank]) == (age in follows)

@@ -18,7 +18,7 @@ def test_the_window_stays_and_the_cache_grows(make_stock, make_prompts, scored):
 
 def test_budgets_fall_from_layer_to_layer_and_add_up():
     policy = PyramidKV(budget=Budget(tokens=1), beta=5)
-    assert policy.layer_budgets([1.0] * 4, 18, 4, 1000) == [8 + each for each in (18, 13, 7, 2)]
+    assert policy.layer_budgets([1.0] * 4, 18, 4, 1000) == [8 + budget for budget in (18, 13, 7, 2)]
     budgets = PyramidKV(budget=Budget(tokens=1)).layer_budgets([1.0] * 32, 128, 32, 4000)
     assert (budgets[0], budgets[-1], sum(budgets)) == (8 + 234, 8 + 6, 32 * 128)
 

@@ -143,8 +143,8 @@ def tasks_folder(tmp_path_factory):
     questions = [text(length) + draw.choice(["", " ", "  "]) for length in lengths]
     choices = [[" alpha", " beta", "gamma delta " + text(index), "é"] for index in range(len(lengths))]
     rows = [
-        {"question": question, "choices": each, "answer": draw.randrange(4)}
-        for question, each in zip(questions, choices, strict=True)
+        {"question": question, "choices": words, "answer": draw.randrange(4)}
+        for question, words in zip(questions, choices, strict=True)
     ]
     (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows = [{"prompt": text(length), "answer": "beta"} for length in lengths]

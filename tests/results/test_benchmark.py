@@ -33,7 +33,9 @@ def test_decoders_are_measured_at_their_ratios():
     assert held[2] == 2 * 2 * 2 * (256 + 4 + 2) * head
     assert 2 * 2 * 2 * 256 * head <= held[0] < 1.2 * held[2] and held[1] < 0.5 * held[0]
     speeds = [row["metrics"] for row in rows[:3]]
-    assert all(each["token_seconds"] > 0 and each["tokens_per_second"] == 2 / each["token_seconds"] for each in speeds)
+    assert all(
+        speed["token_seconds"] > 0 and speed["tokens_per_second"] == 2 / speed["token_seconds"] for speed in speeds
+    )
     largest = {row["requested_ratio"]: row["metrics"]["largest_batch"] for row in rows[3:]}
     assert largest[4.0] > 2 * largest[1.0]
     (table,) = format_tables(to_frame(rows))

@@ -64,7 +64,7 @@ def test_what_gates_hold_are_the_algorithms_decisions_token_by_token(
     engine = Engine(model)
     for length, shares in zip(*(found["by_tokens_and_layer"][name] for name in ("tokens", "share_held")), strict=True):
         scorings = engine.score_with_stats([prompt[:length] for prompt in prompts], [[0]] * 2)
-        slots = torch.stack([each.stats.slots.float() for each in scorings])
+        slots = torch.stack([scoring.stats.slots.float() for scoring in scorings])
         torch.testing.assert_close(torch.tensor(shares), slots.mean((0, 2)) / length)
 
 
@@ -117,10 +117,10 @@ def test_a_grid_analyzes_caches_and_the_page_draws_it(make_config, folders, tmp_
     kept = of_policy[of_policy["value"] == 1]
     assert set(kept["position"]) == {0, 1, *range(40, 48)} and len(kept) == 20 and len(of_policy) == 2 * 48
     assert set(held[held["is_full"]]["value"]) == {1.0}
-    own = findings.places[findings.places["learned"]]
-    assert set(own["by"]) == {"layer head", "position layer", "tokens layer", "segment_length layer"}
-    (plot,) = draw_places(own[own["by"] == "tokens layer"])
+    learned = findings.places[findings.places["learned"]]
+    assert set(learned["by"]) == {"layer head", "position layer", "tokens layer", "segment_length layer"}
+    (plot,) = draw_places(learned[learned["by"] == "tokens layer"])
     assert "share held by tokens and layer" in plot.title and len(plot.axes.lines) == 3  # two layers, and all
-    heads = own[own["by"] == "layer head"]
+    heads = learned[learned["by"] == "layer head"]
     assert heads["value"].max() > 1 and findings.summary.empty
     assert "No method is compared" in write_page(findings, tmp_path / "page").read_text()

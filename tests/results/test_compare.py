@@ -158,11 +158,11 @@ def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_ta
     for finished in (0, 2):  # what is not finite is finished: it is told again, not measured again
         ended = run_script("compare.py", models, "policies=[full]", f"tasks=[{task}]", "output=out")
         assert ended.startswith("error: 1 of 3 cells failed; ") and "; 1 of 3 cells have metrics that are not" in ended
-        told = capsys.readouterr()
-        assert f"3 cells, {finished} finished before" in told.err
-        assert "not finite, in no table or plot: wrong, full, text: loss is nan" in told.out
-        assert "failed: broken, full, text: " in told.out
-        assert "| base, full |" in told.out and "| wrong, full |" not in told.out
+        output = capsys.readouterr()
+        assert f"3 cells, {finished} finished before" in output.err
+        assert "not finite, in no table or plot: wrong, full, text: loss is nan" in output.out
+        assert "failed: broken, full, text: " in output.out
+        assert "| base, full |" in output.out and "| wrong, full |" not in output.out
 
 
 def full_disk(*_):
@@ -180,8 +180,8 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, nam
     ]
     with monkeypatch.context() as context:
         context.setattr(place, full_disk)
-        told = run_script("compare.py", *command)
-    assert told.startswith("error: [Errno 28] No space left on device") and told.endswith(f"'out/{name}'")
+        error = run_script("compare.py", *command)
+    assert error.startswith("error: [Errno 28] No space left on device") and error.endswith(f"'out/{name}'")
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"cells.jsonl", ".cells.jsonl.lock", ".locks"}
     assert run_script("compare.py", *command) == "" and (tmp_path / "out" / "table.md").is_file()
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, nam
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_path):
     values = {"h2o": [1.0, 2.0], "bad": [1.0, value]}
-    rows = [checked(plain_row(name, "4", each, **PROVENANCE)) for name, each in values.items()]
+    rows = [checked(plain_row(name, "4", value, **PROVENANCE)) for name, value in values.items()]
     assert [row["status"] for row in rows] == ["done", "not finite"]
     findings = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
     assert findings.problems == [f"not finite, in no table or plot: base, bad, CR 4, text: loss is {value}"]
@@ -231,9 +231,9 @@ def test_jobs_of_a_sweep_share_a_folder(folders, tmp_path, monkeypatch, capsys):
 
 def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_config, tmp_path):
     names = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
-    own = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
+    source = {"_target_": "dmc.data.TextSource", "name": str(CONFIGS / "compare.yaml")}
     held_out = {"_target_": "dmc.data.StandardLibrarySource", "split": "validation"}
-    tasks = [*names, {"name": "own", "like": "text_loss", "source": own}]
+    tasks = [*names, {"name": "own", "like": "text_loss", "source": source}]
     tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
     rows = {cell.task.name: cell.row for cell in plan_grid(make_config(tasks=tasks), CONFIGS)}
     without_text = dict.fromkeys(["passkey", "key_value", "two_stage", "two_stage_direct", "own"])
@@ -241,8 +241,8 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     assert {name: row["split"] for name, row in rows.items()} == splits
     assert {row["main_metric"] for row in rows.values()} == {"loss", "exact_match", "share_held"}
     assert [rows[name]["question"] for name in ("passkey", "multi_turn", "text_loss")] == ["known", "hidden", None]
-    for changes, told in ({"split": "validation"}, " of the validation split"), ({"question": "hidden"}, ""):
+    for changes, title in ({"split": "validation"}, " of the validation split"), ({"question": "hidden"}, ""):
         table = write_report([plain_row("full", None, [1.0, 2.0], **changes)], tmp_path)
         assert (
-            table.startswith(f"### text: loss of 2 samples{told} (lower is better)") and changes.popitem()[1] in table
+            table.startswith(f"### text: loss of 2 samples{title} (lower is better)") and changes.popitem()[1] in table
         )

@@ -18,7 +18,9 @@ CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.con
 
 def generate(folder, prompts):
     engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder))
-    return [each.text for each in engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))]
+    return [
+        generation.text for generation in engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -48,8 +50,10 @@ def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval
 
     import dmc.commands.lm_eval
 
-    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # listing all tasks takes seconds
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
+    without_defaults = functools.partial(
+        lm_eval.tasks.TaskManager, include_defaults=False
+    )  # listing all tasks takes seconds
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", without_defaults)
 
     def run(model, arguments, *options):
         command = [
@@ -95,9 +99,9 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
     found = lm_eval_in_this_process(model, f"pretrained={folder}{arguments}", "--batch_size", "3")
     engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy)
     manager = TaskManager(include_path=str(tasks_folder))
-    own = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
+    ours = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
     for task in TASKS:
-        for name, value in own["results"][task].items():
+        for name, value in ours["results"][task].items():
             if isinstance(value, float):
                 assert found["results"][task][name] == pytest.approx(value, abs=1e-4, rel=1e-6)
     if model == "dmc":

@@ -86,9 +86,9 @@ def test_baselines_stand_in_a_models_bytes_with_what_was_measured_there(make_tex
     wanted = {"bytes:small": small["mean_bytes_allocated_per_token"], "bytes:0.5": size / 2}
     assert {row["status"] for row in rows.values()} == {"done"} and ("quest", "bytes:small") not in rows
     for policy in baselines:
-        for budget, each in wanted.items():
+        for budget, num_bytes in wanted.items():
             row = rows[policy, budget]
-            assert row["mean_bytes_allocated_per_token"] / each == pytest.approx(1, abs=SAME_BYTES - 1)
+            assert row["mean_bytes_allocated_per_token"] / num_bytes == pytest.approx(1, abs=SAME_BYTES - 1)
             assert row["requested_ratio"] == pytest.approx(row["mean_achieved_ratio"], rel=0.05)
     frame = store.frame()
     beside = beside_baselines(frame, metrics=["loss"]).set_index("baseline")
@@ -118,15 +118,15 @@ def test_each_seed_is_given_the_bytes_of_its_own(make_text_grid, folders):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"budgets": ["bytes:smal"]}, "'smal' is no compressed model; did you mean 'small'"),
         ({"budgets": ["bytes:4"]}, "between 0 and 1"),
         ({"budgets": ["bytes:0.5"], "policies": ["tova"]}, "add full to policies"),
     ],
 )
-def test_bytes_of_nothing_are_told_before_anything_runs(changes, told, make_text_grid):
-    with pytest.raises(ValueError, match=told):
+def test_bytes_of_nothing_are_told_before_anything_runs(changes, message, make_text_grid):
+    with pytest.raises(ValueError, match=message):
         plan_grid(make_text_grid(**{"policies": ["full", "tova"], **changes}), CONFIGS)
 
 

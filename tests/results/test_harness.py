@@ -30,7 +30,7 @@ def run(lm, tasks_folder, tasks=TASKS, **options):
 
 
 def ask(method, *arguments):
-    return [Instance(method, {}, each, index) for index, each in enumerate(arguments)]
+    return [Instance(method, {}, argument, index) for index, argument in enumerate(arguments)]
 
 
 def close(expected):
@@ -47,11 +47,11 @@ def likelihoods(sample):
 def test_every_number_is_that_of_hugging_faces_own_adapter(kind, num_fewshot, folders, tasks_folder):
     folder = getattr(folders, kind)
     theirs = HFLM(load_model(folder), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
-    own, expected = (run(lm, tasks_folder, num_fewshot=num_fewshot) for lm in (engine_lm(folder), theirs))
+    results, expected = (run(lm, tasks_folder, num_fewshot=num_fewshot) for lm in (engine_lm(folder), theirs))
     for task in TASKS:
         for name, value in expected["results"][task].items():
-            assert own["results"][task][name] == (value if isinstance(value, str) else close(value))
-        for one, other in zip(own["samples"][task], expected["samples"][task], strict=True):
+            assert results["results"][task][name] == (value if isinstance(value, str) else close(value))
+        for one, other in zip(results["samples"][task], expected["samples"][task], strict=True):
             assert one["arguments"] == other["arguments"]
             if task == "local_generation":
                 assert one["resps"] == other["resps"]
@@ -62,9 +62,9 @@ def test_every_number_is_that_of_hugging_faces_own_adapter(kind, num_fewshot, fo
 def test_a_long_answers_sum_is_hugging_faces_to_the_precision_of_their_float32(folders):
     pair = ("alpha", " line 7 <b>xx</b>" * 29)
     theirs = HFLM(load_model(folders.stock), tokenizer=AutoTokenizer.from_pretrained(folders.stock), batch_size=1)
-    own = engine_lm(folders.stock)
-    ours, expected = (lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True)[0][0] for lm in (own, theirs))
-    context, answer = own._encode_pair(*pair)
+    our_lm = engine_lm(folders.stock)
+    ours, expected = (lm.loglikelihood(ask("loglikelihood", pair), disable_tqdm=True)[0][0] for lm in (our_lm, theirs))
+    context, answer = our_lm._encode_pair(*pair)
     with torch.no_grad():
         logits = theirs.model.double()(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
     exact = float(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None]).sum())
@@ -94,8 +94,8 @@ def test_a_compressed_likelihood_is_what_the_engine_scores(policy, folders, task
             assert first.logprobs[0] == close(float(logprobs[0].max()))
             expected = sum(float(row[token]) for row, token in zip(logprobs, answer, strict=True))
             assert reply == close(expected)
-            (whole,) = full.engine.score([prompt], [answer])
-            differs |= abs(sum(float(row[token]) for row, token in zip(whole, answer, strict=True)) - reply) > 0.01
+            (scored,) = full.engine.score([prompt], [answer])
+            differs |= abs(sum(float(row[token]) for row, token in zip(scored, answer, strict=True)) - reply) > 0.01
     assert differs
     assert all(stats.tokens_seen <= 512 for stats in lm.stats)
     assert lm.engine.blocks_in_use == 0
@@ -115,7 +115,7 @@ def test_results_do_not_depend_on_the_batch(folders):
         answers.append((scores, lm.generate_until(requests, disable_tqdm=True)[::order]))
     for scores, texts in answers[1:]:
         assert [greedy for _, greedy in scores] == [greedy for _, greedy in answers[0][0]]
-        assert [each for each, _ in scores] == close([each for each, _ in answers[0][0]])
+        assert [score for score, _ in scores] == close([score for score, _ in answers[0][0]])
         assert texts == answers[0][1]
 
 
@@ -131,7 +131,7 @@ def test_choices_that_differ_in_their_last_token_share_a_pass_and_cut_prompts_ar
     choices = ask("loglikelihood", *[("alpha beta", choice) for choice in "ABCD"])
     scores = lm.loglikelihood(choices, disable_tqdm=True)
     assert len(lm.stats) == 1 and lm.num_cut == 0
-    assert scores == [lm.loglikelihood([each], disable_tqdm=True)[0] for each in choices]
+    assert scores == [lm.loglikelihood([choice], disable_tqdm=True)[0] for choice in choices]
     lm.loglikelihood(ask("loglikelihood", (long, " gamma"), ("alpha", " gamma")), disable_tqdm=True)
     lm.generate_until(ask("generate_until", (long, {"until": [], "max_gen_toks": 2})), disable_tqdm=True)
     assert lm.num_cut == 2

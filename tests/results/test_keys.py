@@ -70,14 +70,14 @@ def test_a_finished_cell_with_other_settings_is_refused_by_the_setting_that_diff
         {"models": {"base": {"path": path, "policies": ["full"]}, **small}, "budgets": [2]},
     ):  # fmt: skip
         run_cells(plan(**same), store, load_nothing)
-    for changes, told in (
+    for changes, reason in (
         ({"policies": ["full", {**KEEP, "fails": True}]}, "base/keep/2/needle/seed0 with policy.fails=false, not true"),
         ({"tasks": [{**NEEDLE, "seed": 3}]}, "base/full/needle/seed0 with task.seed=0, not 3"),
         ({"tasks": [{**NEEDLE, "lengths": [41]}]}, r"task.lengths=\[40\], not \[41\]"),
         ({"engine": {"block_size": 32}}, "engine.block_size=16, not 32"),
         ({"models": {"base": {"path": path, "dtype": "bfloat16"}, **small}}, "model.dtype=auto, not bfloat16"),
     ):
-        with pytest.raises(ValueError, match=f"^{store.path} has .*{told}: give overwrite=true .* another output$"):
+        with pytest.raises(ValueError, match=f"^{store.path} has .*{reason}: give overwrite=true .* another output$"):
             run_cells(plan(**changes), store, load_nothing)
     tokenizer = tmp_path / "stock" / "tokenizer_config.json"
     times = tokenizer.stat()
@@ -169,17 +169,17 @@ def lines_of(table):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "values", "told"),
+    ("kind", "name", "values", "label"),
     [
         ("policy", "recent", [4, 8, 16], "base, h2o (recent={})"),
         ("model", "path", ["one", "two"], "base (path={}), h2o"),
     ],
 )
-def test_rows_of_one_name_stand_apart_by_the_setting_in_which_they_differ(kind, name, values, told, tmp_path):
+def test_rows_of_one_name_stand_apart_by_the_setting_in_which_they_differ(kind, name, values, label, tmp_path):
     shared, rows = compare_row("h2o", 4.0), []
-    for each in values:
-        rows.append(shared | {"key": str(each), "settings": {kind: {name: each}}})
-    assert {*lines_of(write_report(rows, tmp_path))} == {told.format(each) for each in values}
+    for value in values:
+        rows.append(shared | {"key": str(value), "settings": {kind: {name: value}}})
+    assert {*lines_of(write_report(rows, tmp_path))} == {label.format(value) for value in values}
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(values)
     page = read_folders([write_rows(rows, tmp_path / "cells.jsonl")])
     assert page.summary["label"].nunique() == page.places["label"].nunique() == len(values)

@@ -36,8 +36,8 @@ def make_lm_eval(make_config, tasks_folder):
     """Return a builder of a grid over the local tasks; settings of lm-eval's tasks are told apart by their names."""
 
     def build(**changes):
-        own = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
-        lm_eval = {"tasks_folder": str(tasks_folder), "limit": 3} | own
+        given = {name: changes.pop(name) for name in LMEvalSettings.__dataclass_fields__ if name in changes}
+        lm_eval = {"tasks_folder": str(tasks_folder), "limit": 3} | given
         return make_config(**{"tasks": [BOTH], "lm_eval": lm_eval} | changes)
 
     return build
@@ -114,7 +114,7 @@ def test_a_task_that_makes_its_data_gets_the_model_and_the_settings(make_lm_eval
     settings = {"max_seq_lengths": [3, 5]}
     config = make_lm_eval(tasks=["made"], tasks_folder=str(folder), task_settings=settings, save_samples=True)
     (row,) = run(config)
-    assert [each["doc"] for each in samples_of(config, row)] == [
+    assert [sample["doc"] for sample in samples_of(config, row)] == [
         {"prompt": "alpha " * length, "answer": next(iter(config.models.values()))} for length in (3, 5)
     ]
 
@@ -161,9 +161,12 @@ def test_a_row_keeps_the_settings_that_change_results(make_lm_eval):
         return cell.key, json.dumps(cell.row["settings"])
 
     assert settings(output="elsewhere", save_samples=True) == settings(chat_template=False) == settings()
-    named = [{"tasks": [{"name": "local_choice", **each}]} for each in ({"num_fewshot": 2}, {"metric": "acc_norm"})]
+    named = [
+        {"tasks": [{"name": "local_choice", **settings_of_task}]}
+        for settings_of_task in ({"num_fewshot": 2}, {"metric": "acc_norm"})
+    ]
     changes = [{}, *named, {"limit": None}, {"seed": 1}, {"chat_template": True}, {"engine": {"block_size": 32}}]
-    assert len({settings(**each) for each in changes}) == len(changes)
+    assert len({settings(**change) for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +212,11 @@ def test_every_task_and_metric_of_every_paper_is_known_to_lm_eval(selection, eve
         check_tasks(benchmark.tasks, everything)
         for name in benchmark.tasks:
             config = everything.task_index[name].cfg
-            metrics = [each["metric"] for each in config.get("metric_list", config.get("aggregate_metric_list"))]
-            filters = [each["name"] for each in config.get("filter_list", [])]
+            metrics = [metric["metric"] for metric in config.get("metric_list", config.get("aggregate_metric_list"))]
+            filters = [filter_["name"] for filter_ in config.get("filter_list", [])]
             if name == "humaneval":  # a function of the task's, which answers with this name
                 metrics = ["pass@1"]
-            assert benchmark.choose([f"{each},{kind}" for each in metrics for kind in filters] or metrics)
+            assert benchmark.choose([f"{metric},{kind}" for metric in metrics for kind in filters] or metrics)
 
 
 def test_the_questions_of_ruler_and_longbench_can_be_hidden():
@@ -221,7 +224,7 @@ def test_the_questions_of_ruler_and_longbench_can_be_hidden():
     (ruler,) = read_benchmarks(["ruler_13"], selections)
     for name in ("niah", "vt", "cwe", "fwe", "qa"):
         source = (folder / "ruler" / f"{name}_utils.py").read_text().replace("\\n", "\n")
-        template = max(re.findall(r'"""(.*?)"""', source, flags=re.S), key=lambda each: each.count("{context}"))
+        template = max(re.findall(r'"""(.*?)"""', source, flags=re.S), key=lambda text: text.count("{context}"))
         for text in (template, template.replace("are all", "is")):  # as RULER writes it of one
             assert ruler.question_at(text, {}) > text.index("{context}")
     (longbench,) = read_benchmarks(["longbench_16"], selections)
@@ -263,7 +266,7 @@ def test_our_tasks_and_lm_evals_stand_in_one_grid_with_policies_on_what_gates_le
     assert "### both: mean of 4 samples (higher is better), question known" in table
     for row, other in itertools.pairwise(rows):  # a line for each method, with the mean of the members
         if row["task"] == "local_choice":
-            value = statistics.fmean(each["metrics"][each["main_metric"]] for each in (row, other))
+            value = statistics.fmean(row["metrics"][row["main_metric"]] for row in (row, other))
             name = "small, learned" if row["learned"] and row["policy"] == "full" else row["method"]
             assert re.search(rf"\| {name} \|.*\| {value:.4f} ", table)
 
@@ -274,5 +277,5 @@ def test_a_missing_lm_eval_is_told_with_the_command_that_installs_it(folders, tm
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    told = run_script("compare.py", f"models={{base: {folders.stock}}}", "tasks=[piqa]")
-    assert told == "error: No module named 'lm_eval': pip install '.[eval]'"
+    error = run_script("compare.py", f"models={{base: {folders.stock}}}", "tasks=[piqa]")
+    assert error == "error: No module named 'lm_eval': pip install '.[eval]'"

@@ -73,7 +73,7 @@ def test_a_preset_runs_from_one_short_command_to_the_table(
 ):
     settings = OmegaConf.load(CONFIGS / "experiment" / f"{preset}.yaml")
     benchmarks = read_benchmarks(settings.tasks, CONFIGS / "evaluation")
-    names = [task for each in benchmarks for task in each.tasks]
+    names = [task for benchmark in benchmarks for task in benchmark.tasks]
     (tmp_path / "tasks").mkdir()
     local_tasks(names, PRESETS[preset].split(), tmp_path / "tasks")
     model = tmp_path / "model"
@@ -91,5 +91,5 @@ def test_a_preset_runs_from_one_short_command_to_the_table(
     assert [(row["task"], row["status"], row["samples"]) for row in rows] == [(name, "done", 2) for name in names]
     assert all(row["settings"]["lm_eval"]["max_gen_toks"] == 4 for row in rows)
     printed = capsys.readouterr().out
-    for each in benchmarks:
-        assert each.name in printed
+    for benchmark in benchmarks:
+        assert benchmark.name in printed

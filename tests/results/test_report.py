@@ -29,7 +29,7 @@ def test_the_verdict_names_the_caches_that_are_shown_to_be_as_good_on_each_task(
         constant_row("large", 2.0, 3.0),
         constant_row("small_and_sure", 4.0, 3.01, noise=0.01),
     ]
-    lost = [compare_row(*each, "needle") for each in (("full", 1.0), ("h2o", 4.0))]
+    lost = [compare_row(*cell, "needle") for cell in (("full", 1.0), ("h2o", 4.0))]
     for row in lost:
         row |= {"sample_values": [0.0] * 32, "metrics": {"exact_match": 0.0}}
     assert list(verdicts_of(read(rows + lost, tmp_path).summary)) == [

@@ -80,7 +80,7 @@ def work(cells, loading=lambda: None):
 
 
 def lines(path):
-    return [[int(each) for each in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+    return [[int(number) for number in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def written(cells):
@@ -92,7 +92,7 @@ def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(gr
     (tmp_path / "log.hold").write_text("")
     for worker in doomed:
         worker.start()
-        (tmp_path / "log.hold").write_text(" ".join(str(each.pid) for each in doomed if each.pid))
+        (tmp_path / "log.hold").write_text(" ".join(str(process.pid) for process in doomed if process.pid))
     while {pid for pid, _ in lines(tmp_path / "log")} != {worker.pid for worker in doomed}:
         time.sleep(0.01)
     time.sleep(0.2)  # each holds one cell by now

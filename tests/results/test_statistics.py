@@ -41,7 +41,7 @@ def compare(draw, shift, size, **design):
 def test_what_does_not_differ_is_seldom_called_worse(name):
     draw = numpy.random.default_rng(0)
     found = [compare(draw, 0.0, 1.0, **(DESIGNS | FEW)[name]) for _ in range(COMPARISONS)]
-    assert sum(each.standing(0.0) == "worse" for each in found) <= 0.065 * COMPARISONS
+    assert sum(comparison.standing(0.0) == "worse" for comparison in found) <= 0.065 * COMPARISONS
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -61,7 +61,7 @@ def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples, rate):
     draw, margin = numpy.random.default_rng(2), 0.06
     right = numpy.ones((1, samples))
     answers = [right * (draw.random(samples) > rate) for _ in range(COMPARISONS)]
-    found = [difference(each, right, higher_is_better=True).standing(margin) for each in answers]
+    found = [difference(left, right, higher_is_better=True).standing(margin) for left in answers]
     assert found.count("as good") <= 0.065 * COMPARISONS
     for scores in (right, 0.75 * right):  # of lm-eval's F1, too
         same = difference(scores, scores, higher_is_better=True)
@@ -119,4 +119,4 @@ def test_every_seed_is_told():
     assert found.by_seed == mean_of([found, found]).by_seed == pytest.approx((0.6, 0.1, -0.25))
     assert found.num_seeds_above == 2
     apart = [estimate([[0.5, 0.7]]), estimate([[0.1, 0.1]])]
-    assert mean_of(apart).error == pytest.approx(math.hypot(*(each.error for each in apart)) / 2)
+    assert mean_of(apart).error == pytest.approx(math.hypot(*(group.error for group in apart)) / 2)

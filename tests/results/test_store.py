@@ -14,8 +14,8 @@ def row(key, **values):
 def test_of_rows_with_one_key_the_last_counts(tmp_path):
     store = Store(tmp_path / "new" / "cells.jsonl")
     assert store.rows() == []
-    for each in (row("a", value=1), row("b", value=2), row("a", value=3)):
-        store.append(each)
+    for appended in (row("a", value=1), row("b", value=2), row("a", value=3)):
+        store.append(appended)
     assert store.rows() == [row("b", value=2), row("a", value=3)]
 
 
@@ -52,9 +52,9 @@ def test_two_processes_append_whole_lines(tmp_path):
     path = tmp_path / "cells.jsonl"
     with multiprocessing.get_context("fork").Pool(2) as writers:
         writers.starmap(append_many, [(path, "x"), (path, "y")], chunksize=1)
-    rows = [json.loads(each) for each in path.read_text().splitlines() if each]
-    assert {each["key"] for each in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
-    assert all(each["padding"] == each["key"][0] * 5000 for each in rows)
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert {row["key"] for row in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
+    assert all(row["padding"] == row["key"][0] * 5000 for row in rows)
 
 
 def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path):

@@ -97,8 +97,8 @@ def test_a_budget_in_bytes_is_met_by_bytes_and_a_ratio_by_a_ratio():
     rows = [row("one", "full", None, 1000, 0.0), row("one", "late", "4", 500, 0.1)]
     rows += [row("one", name, "4", size, 0.1, **asked) for name, size in (("met", 252), ("paged", 261))]
     rows.append(row("one", "old", "4", 261, 0.1, requested_ratio=16.0))  # which did not tell what was requested
-    for each in rows[2:]:
-        each["budget"] = "bytes:0.25"
+    for late_row in rows[2:]:
+        late_row["budget"] = "bytes:0.25"
     lines = {line.split(" | ")[0]: line for line in format_tables(to_frame(rows))[0].splitlines()}
     assert "↓" in lines["| one, late"] and "| 500 |" in lines["| one, late"]
     assert all("↓" not in lines[f"| one, {name}"] for name in ("met", "paged", "old"))

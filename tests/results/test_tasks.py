@@ -137,14 +137,16 @@ def test_windows_of_text_are_spread_and_scored_behind_their_context(folders, tmp
     stream = [*tokenizer(folders.text.read_text())["input_ids"], tokenizer.eos_token_id]
     last = len(stream) // 32 - 1
     expected = [stream[32 * index : 32 * (index + 1)] for index in (0, round(last / 2), last)]
-    assert [each.prompt + each.continuation for each in samples] == expected
+    assert [sample.prompt + sample.continuation for sample in samples] == expected
     engine, held = Engine(model, prefill_chunk_size=7), []
     score = engine.score_with_stats
-    engine.score_with_stats = lambda *given: [held.append(each.logprobs.shape) or each for each in score(*given)]
-    results, losses = task.evaluate(engine, samples), torch.stack([plain_losses(model, each) for each in samples])
+    engine.score_with_stats = lambda *given: [
+        held.append(scoring.logprobs.shape) or scoring for scoring in score(*given)
+    ]
+    results, losses = task.evaluate(engine, samples), torch.stack([plain_losses(model, sample) for sample in samples])
     assert held == [(20,)] * 3  # and no whole vocabularies
-    for sample, result, own in zip(samples, results, losses, strict=True):
-        assert result.metrics["loss"] == pytest.approx(float(own.mean()), rel=1e-5)
+    for sample, result, token_losses in zip(samples, results, losses, strict=True):
+        assert result.metrics["loss"] == pytest.approx(float(token_losses.mean()), rel=1e-5)
         assert (len(sample.prompt), result.stats.tokens_seen, result.stats.achieved_ratio) == (12, 31, 1.0)
     table = by_coordinates(results)["by_position"]
     assert table["position"] == [12, 20, 28] and table["samples"] == [3, 3, 3]
@@ -209,7 +211,7 @@ def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_
     gates = CompressionConfig(action="drop", delay=64, decision_offset=-1e6, target_ratio=4.0)  # all but the first
     policy = StreamingLLM(budget=Budget(ratio=255 / 65), sinks=1)
     engines = Engine(retrofit(copy.deepcopy(model), gates)), Engine(model, policy=policy)
-    delayed, evicted = (memory_of([each.stats for each in task.evaluate(engine, samples)]) for engine in engines)
+    delayed, evicted = (memory_of([result.stats for result in task.evaluate(engine, samples)]) for engine in engines)
     assert delayed["achieved_ratio"] == evicted["achieved_ratio"] == 255 / 65
     held = [min(seen, 64) + (seen > 64) for seen in range(1, 256)]
     assert delayed["mean_achieved_ratio"] == pytest.approx(sum(range(1, 256)) / sum(held))  # 2.27
@@ -249,14 +251,14 @@ def test_facts_are_asked_of_one_compressed_context(question, model, word_tokeniz
         length = len(sample.prompt) + (len(sample.after) if question == "hidden" else 0)
         assert sample.coordinates["length"] == length and 0 <= sample.coordinates["depth"] <= 1
         assert (sample.prompt[-len(sample.after) :] == sample.after) == (question == "known")
-    assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
-    assert {each.metrics["exact_match"] for each in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
+    assert {result.metrics["exact_match"] for result in run(task, find_fact, model, word_tokenizer)} == {1.0}
+    assert {result.metrics["exact_match"] for result in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
     engine = Engine(model, word_tokenizer)
     fed = count_fed(engine)
     task.evaluate(engine, samples)
     contexts = {tuple(sample.prompt): len(sample.prompt) for sample in samples}
-    twice = sum(2 * (len(each.prompt) + len(each.after)) for each in samples)  # to answer, and for the loss
-    once = sum(contexts.values()) + sum(2 * len(each.after) for each in samples)
+    twice = sum(2 * (len(sample.prompt) + len(sample.after)) for sample in samples)  # to answer, and for the loss
+    once = sum(contexts.values()) + sum(2 * len(sample.after) for sample in samples)
     assert sum(fed) == (once if question == "hidden" else twice)
 
 
@@ -267,7 +269,7 @@ def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(question, mod
     asked = task.samples(word_tokenizer, 300)
     wholes = [[*sample.prompt, *sample.after] for sample in asked]
     right = [generation.token_ids for generation in full.generate(wholes, greedy)]
-    samples = [dataclasses.replace(each, continuation=answer) for each, answer in zip(asked, right, strict=True)]
+    samples = [dataclasses.replace(sample, continuation=answer) for sample, answer in zip(asked, right, strict=True)]
     results = task.evaluate(full, samples)
     assert {result.metrics["exact_match"] for result in results} == {1.0}
     for sample, result in zip(samples, results, strict=True):
@@ -284,15 +286,15 @@ def test_an_answer_of_one_token_comes_from_what_the_cache_has_kept(question, mod
 def test_questions_in_turn_follow_each_other_on_one_cache(model, word_tokenizer):
     task = dataclasses.replace(FACTS, question="in_turn")
     chats = task.samples(word_tokenizer, 300)
-    forks = itertools.groupby(FACTS.samples(word_tokenizer, 300), lambda each: each.prompt)
+    forks = itertools.groupby(FACTS.samples(word_tokenizer, 300), lambda sample: sample.prompt)
     for chat, (context, samples) in zip(chats, forks, strict=True):
         asked = [*zip(chat.turns[1:], chat.answers.values(), strict=True)]
         assert chat.turns[0] == context
-        assert sorted(asked) == sorted((each.after, each.continuation) for each in samples)
-    assert {each.metrics["exact_match"] for each in run(task, find_fact, model, word_tokenizer)} == {1.0}
+        assert sorted(asked) == sorted((sample.after, sample.continuation) for sample in samples)
+    assert {result.metrics["exact_match"] for result in run(task, find_fact, model, word_tokenizer)} == {1.0}
     tires = run(task, lambda text: find_fact(text) if text.count("\nget") < 2 else " the", model, word_tokenizer)
     table = by_coordinates(tires)["by_turn"]
-    assert {each.metrics["exact_match"] for each in tires} == {0.5}
+    assert {result.metrics["exact_match"] for result in tires} == {0.5}
     assert (table["turn"], table["exact_match"]) == ([2, 3], [1.0, 0.0])
     engine = Engine(model, word_tokenizer, policy=StreamingLLM(budget=Budget(tokens=32)))
     for chat in chats:
@@ -309,26 +311,28 @@ def test_questions_in_turn_follow_each_other_on_one_cache(model, word_tokenizer)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_one_who_reads_the_prompt_scores_one_and_one_who_does_not_scores_zero(name, model, tokenizer):
     task, script = SCRIPTS[name]
-    assert {each.metrics["exact_match"] for each in run(task, script, model, tokenizer)} == {1.0}
+    assert {result.metrics["exact_match"] for result in run(task, script, model, tokenizer)} == {1.0}
     for answer in (" 1", "", " mauve", ' 31415926"'):
-        assert {each.metrics["exact_match"] for each in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
+        assert {result.metrics["exact_match"] for result in run(task, lambda _, a=answer: a, model, tokenizer)} == {0.0}
     samples = task.samples(tokenizer, 300)
     assert samples == task.samples(tokenizer, 300)
     other = dataclasses.replace(task, seed=1).samples(tokenizer, 300)
-    assert [each.continuation for each in other] != [each.continuation for each in samples]
+    assert [sample.continuation for sample in other] != [sample.continuation for sample in samples]
 
 
 @pytest.mark.parametrize("name", ["needle", "key_value", "chain", "direct"])
 def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_is_hidden(name, tokenizer, model):
     task, script = SCRIPTS[name]
-    known, hidden = (dataclasses.replace(task, question=each).samples(tokenizer, 300) for each in ("known", "hidden"))
+    known, hidden = (
+        dataclasses.replace(task, question=question).samples(tokenizer, 300) for question in ("known", "hidden")
+    )
     assert len({tuple(sample.after) for sample in known}) == 1  # says nothing of the question
     for one, other in zip(known, hidden, strict=True):
         assert [*one.prompt, *one.after] == [*other.prompt, *other.after]  # the same conversation
         assert (one.continuation, one.coordinates) == (other.continuation, other.coordinates)
         assert one.after and other.after[-len(one.after) :] == one.after and len(other.after) > len(one.after) + 5
     results = run(dataclasses.replace(task, question="hidden"), script, model, tokenizer)
-    assert {each.metrics["exact_match"] for each in results} == {1.0}
+    assert {result.metrics["exact_match"] for result in results} == {1.0}
 
 
 METHODS = {"h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
@@ -341,21 +345,23 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
     model, policy = load_model(folders.compressed if method == "gates" else folders.stock), METHODS.get(method)
     asked = {"name": "a", "_target_": "dmc.results.tasks.FactRecall", **vars(FACTS), "question": "both", "questions": 3}
     known, hidden = plan_tasks(make_config(tasks=[asked]), CONFIGS, "x")
-    assert [(each.name, each.task.question) for each in (known, hidden)] == [
+    assert [(benchmark.name, benchmark.task.question) for benchmark in (known, hidden)] == [
         ("a:known", "known"),
         ("a:hidden", "hidden"),
     ]
     for task in (known.task, hidden.task):
         samples = task.samples(word_tokenizer, 300)
-        prompts, after = [each.prompt for each in samples], [each.after for each in samples]
-        assert len(samples) == 12 and len({tuple(each) for each in prompts}) == (12 if task.question == "known" else 4)
+        prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
+        assert len(samples) == 12 and len({tuple(prompt) for prompt in prompts}) == (
+            12 if task.question == "known" else 4
+        )
         engine = Engine(model, word_tokenizer, policy, max_batch_size=5, prefill_chunk_size=None if policy else 50)
         together = engine.generate(prompts, task.params(), after=after)
         results = task.evaluate(engine, samples)
         assert engine.blocks_in_use == 0
         for sample, generation, result in zip(samples, together, results, strict=True):
-            own = Engine(model, word_tokenizer, policy)
-            with own.session() as session:
+            fresh = Engine(model, word_tokenizer, policy)
+            with fresh.session() as session:
                 session.feed(sample.prompt)
                 alone = session.generate(sample.after, task.params())
             assert generation.token_ids == alone.token_ids
@@ -363,10 +369,10 @@ def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_c
             for stats in (generation.stats, result.stats):
                 assert torch.equal(stats.slots, alone.stats.slots)
                 assert torch.equal(stats.mean_slots, alone.stats.mean_slots)
-            (scoring,) = own.score_with_stats([sample.prompt], [sample.continuation], after=[sample.after])
+            (scoring,) = fresh.score_with_stats([sample.prompt], [sample.continuation], after=[sample.after])
             rows = zip(scoring.logprobs, sample.continuation, strict=True)
             assert result.metrics["loss"] == pytest.approx(-fmean(float(row[token]) for row, token in rows), abs=1e-4)
-            assert result.metrics.items() >= task.grade(own, sample.continuation, alone).items()
+            assert result.metrics.items() >= task.grade(fresh, sample.continuation, alone).items()
 
 
 def test_a_fact_stands_at_its_depth_of_a_prompt_of_its_length(tokenizer):
@@ -395,7 +401,7 @@ def test_any_text_can_hide_a_needle(folders, tmp_path, model, tokenizer):
     task = Needle(haystack=TextSource(str(folders.text)), **options)
     first, second = task.samples(tokenizer, 300)
     assert "gamma" in tokenizer.decode(first.prompt) and first.prompt != second.prompt and first.context == 0
-    assert {each.metrics["exact_match"] for each in run(task, find_needle, model, tokenizer)} == {1.0}
+    assert {result.metrics["exact_match"] for result in run(task, find_needle, model, tokenizer)} == {1.0}
 
 
 def test_filler_comes_from_all_over_a_text_without_the_ends_of_its_documents(beginning_tokenizer, tmp_path):
@@ -407,15 +413,15 @@ def test_filler_comes_from_all_over_a_text_without_the_ends_of_its_documents(beg
     assert filler(source, 40, 3, str(tmp_path / "cache")) == [every[0], every[(count - 1) // 2], every[count - 1]]
     assert every == [every[index % count] for index in range(10**3)]  # again where there are more
     framing = framing_of(beginning_tokenizer)
-    assert all(len(each) == 40 and not {*framing.begin, framing.end} & {*each} for each in every[:count])
+    assert all(len(tokens) == 40 and not {*framing.begin, framing.end} & {*tokens} for tokens in every[:count])
 
 
 def test_facts_are_asked_for_in_words_of_one_half(word_tokenizer):
     asked = []
     for words in ("first_half", "second_half"):
         task = dataclasses.replace(FACTS, keys=1, num_keys=2, questions=1, words=words)
-        asked.append({(*each.after, *each.continuation) for each in task.samples(word_tokenizer, 300)})
-    assert [len(each) for each in asked] == [1, 1] and not asked[0] & asked[1]
+        asked.append({(*sample.after, *sample.continuation) for sample in task.samples(word_tokenizer, 300)})
+    assert [len(question) for question in asked] == [1, 1] and not asked[0] & asked[1]
     with pytest.raises(ValueError, match="keys=2: expected at most 1"):
         dataclasses.replace(FACTS, keys=2, num_keys=3, words="first_half")
 
@@ -448,7 +454,7 @@ def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
     for result in run(TURNS, find_code, model, tokenizer, policy=policy, max_batch_size=4):
         assert result.stats.slots.unique().tolist() == [32]
     engine = Engine(model, tokenizer)  # alone as among others
-    together, alone = TURNS.evaluate(engine, samples), [TURNS.evaluate(engine, [each])[0] for each in samples]
+    together, alone = TURNS.evaluate(engine, samples), [TURNS.evaluate(engine, [sample])[0] for sample in samples]
     for one, other in zip(together, alone, strict=True):
         assert (one.metrics, one.stats.tokens_seen) == (other.metrics, other.stats.tokens_seen)
 

@@ -67,25 +67,25 @@ def test_a_prefix_serves_all_that_begin_with_it(model, method, make_prompts):
 
 def test_rounding_costs_little_and_bytes_are_about_a_quarter(method, model, policy, make_prompts):
     prompts, continuations = make_prompts(40, 30), make_prompts(20, 20, seed=2)
-    whole, small = (make(model, policy=policy).score_with_stats(prompts, continuations) for make in (Engine, Engine8))
-    for exact, rounded in zip(whole, small, strict=True):
+    full, small = (make(model, policy=policy).score_with_stats(prompts, continuations) for make in (Engine, Engine8))
+    for exact, rounded in zip(full, small, strict=True):
         divergence = (exact.logprobs.exp() * (exact.logprobs - rounded.logprobs)).sum(-1).mean()
         assert 0 < divergence < COST.get(method, 0.002)
         if policy is None:
             assert rounded.stats.achieved_ratio == pytest.approx(exact.stats.achieved_ratio, rel=0.03)
     cache = Engine8(model, policy=policy).cache
     entries, block = [Field for Field in cache.layout.fields if Field.per == "slot"], cache.block_size
-    assert cache.block_bytes == block * sum(each.num_bytes(1) for each in entries)
+    assert cache.block_bytes == block * sum(entry.num_bytes(1) for entry in entries)
     share = cache.layout.entry_bytes / Engine(model, policy=policy).cache.layout.entry_bytes
     assert share == (16 + 4) / 64  # a scale weighs more where heads have 16 channels
     tensors = [cache.fields[name] for name in cache.fields.names("slot")]
-    assert cache.block_bytes * cache.allocator.num_blocks == sum(each.nbytes for each in tensors)
+    assert cache.block_bytes * cache.allocator.num_blocks == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_memory_holds_as_many_more_tokens(make_stock):
     model, memory = make_stock(), 2**20
-    whole, small = (make(model, memory=memory).cache.allocator.num_blocks for make in (Engine, Engine8))
-    assert small == pytest.approx(whole * 64 / 20, rel=0.02)
+    full, small = (make(model, memory=memory).cache.allocator.num_blocks for make in (Engine, Engine8))
+    assert small == pytest.approx(full * 64 / 20, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_request_that_outgrows_the_memory_ends_alone_and_keeps_its_tokens(
     model, prompts = make_compressed(gates=HOPEFUL), make_prompts(90, 20, 30)
     expected = Engine(model).generate(prompts, greedy(100))
     engine = engine_for(model, 128, prefix_cache=prefix_cache)
-    requests = [engine.submit(prompts[0], greedy(100)), *(engine.submit(each, greedy(90)) for each in prompts[1:])]
+    requests = [engine.submit(prompts[0], greedy(100)), *(engine.submit(prompt, greedy(90)) for prompt in prompts[1:])]
     events = []
     while any(request.generation is None for request in requests):
         events += engine.step()
@@ -99,8 +99,8 @@ def test_a_request_that_outgrows_the_memory_ends_alone_and_keeps_its_tokens(
             with pytest.raises(OutOfBlocksError, match="has outgrown"):
                 session.generate(prompts[1], greedy(2))
     assert engine.blocks_in_use == 0
-    assert [each.token_ids for each in engine.generate(prompts[1:], greedy(90))] == [
-        each.token_ids[:90] for each in expected[1:]
+    assert [generation.token_ids for generation in engine.generate(prompts[1:], greedy(90))] == [
+        generation.token_ids[:90] for generation in expected[1:]
     ]
 
 

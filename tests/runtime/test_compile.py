@@ -94,17 +94,17 @@ def test_compiled_layers_give_the_eager_tokens_and_are_compiled_once(
     warm = num_graphs()
     assert warm == before + 2 * (4 if gates is None else 5)  # of three layers together
     requests = []
-    for prompt, each in zip(prompts, params, strict=True):
-        requests.append(engine.submit(prompt, each))
+    for prompt, sampling in zip(prompts, params, strict=True):
+        requests.append(engine.submit(prompt, sampling))
         for _ in range(7):
             engine.step()
     engine.run(requests)
     assert num_graphs() == warm
-    for request, own in zip(requests, eager.generate(prompts, params), strict=True):
+    for request, expected in zip(requests, eager.generate(prompts, params), strict=True):
         assert request.generation is not None
-        assert request.generation.token_ids == own.token_ids
-        assert request.generation.logprobs == pytest.approx(own.logprobs, abs=1e-4)
-        assert torch.equal(request.generation.stats.slots, own.stats.slots)
+        assert request.generation.token_ids == expected.token_ids
+        assert request.generation.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert torch.equal(request.generation.stats.slots, expected.stats.slots)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

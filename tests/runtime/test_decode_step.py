@@ -73,11 +73,11 @@ class Recorder:
         cache, tape = self.engine.cache, Tape()
         written = [*cache.fields._tensors.values(), cache.allocator.stack, cache.allocator.height]
         written += [cache.tally.slots, cache.tally.blocks]
-        before = [each.clone() for each in written]
+        before = [tensor.clone() for tensor in written]
         with tape:
             result = step()
-        for each, was in zip(written, before, strict=True):
-            each.copy_(was)
+        for tensor, was in zip(written, before, strict=True):
+            tensor.copy_(was)
 
         def replay() -> Any:
             self.num_replayed += 1
@@ -132,20 +132,20 @@ def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the
     ]
     expected = eager.generate(prompts, params)
     requests = []
-    for prompt, each in zip(prompts, params, strict=True):
-        requests.append(engine.submit(prompt, each))
+    for prompt, sampling in zip(prompts, params, strict=True):
+        requests.append(engine.submit(prompt, sampling))
         for _ in range(7):
             engine.step()
     engine.run(requests)
-    for request, own in zip(requests, expected, strict=True):
+    for request, reference in zip(requests, expected, strict=True):
         assert request.generation is not None
-        assert request.generation.token_ids == own.token_ids
-        assert request.generation.logprobs == pytest.approx(own.logprobs, abs=1e-5)
-        assert [list(each) for each in request.generation.top_logprobs] == [list(each) for each in own.top_logprobs]
-        assert [each.token_ids for each in request.generation.alternatives] == [
-            each.token_ids for each in own.alternatives
+        assert request.generation.token_ids == reference.token_ids
+        assert request.generation.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+        assert [list(top) for top in request.generation.top_logprobs] == [list(top) for top in reference.top_logprobs]
+        assert [alternative.token_ids for alternative in request.generation.alternatives] == [
+            alternative.token_ids for alternative in reference.alternatives
         ]
-        ours, theirs = request.generation.stats, own.stats
+        ours, theirs = request.generation.stats, reference.stats
         assert torch.equal(ours.slots, theirs.slots)
         torch.testing.assert_close(ours.mean_slots, theirs.mean_slots)
         assert ours.mean_bytes_allocated == theirs.mean_bytes_allocated
@@ -210,7 +210,7 @@ def test_a_step_that_cannot_be_recorded_runs_eagerly_from_then_on(
     engine, _ = make_recording(model, recorder=Refusing)
     with caplog.at_level(logging.WARNING):
         found = engine.generate(make_prompts(5, 40), params)
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [generation.token_ids for generation in found] == [generation.token_ids for generation in expected]
     assert len(attempts) == 1
     assert [record.message for record in caplog.records] == [
         "decoding goes on without CUDA graphs: a step could not be recorded"
@@ -284,9 +284,9 @@ def test_a_cuda_graph_gives_the_eager_tokens(
     prompts, params = make_prompts(5, 40, 90, 17, 3, 61), SamplingParams(max_new_tokens=60, temperature=0)
     expected = Engine(model.cuda(), policy=policy).generate(prompts, params)
     engine = Engine(model, policy=policy, cuda_graphs=True)
-    for ours, own in zip(engine.generate(prompts, params), expected, strict=True):
-        assert ours.token_ids == own.token_ids
-        assert torch.equal(ours.stats.slots, own.stats.slots)
+    for ours, reference in zip(engine.generate(prompts, params), expected, strict=True):
+        assert ours.token_ids == reference.token_ids
+        assert torch.equal(ours.stats.slots, reference.stats.slots)
 
 
 def test_what_cannot_be_recorded_is_told(make_stock: Any) -> None:

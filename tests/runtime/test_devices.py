@@ -34,7 +34,10 @@ def answers(engine, prompts):
         generations += [session.generate(prompt, SAMPLED[0]) for prompt in prompts[::-1]]
     scores = engine.score(prompts[1:], [[3, 4]])
     return [
-        *([each.token_ids, each.stats.slots.tolist(), each.stats.bytes_allocated] for each in generations),
+        *(
+            [generation.token_ids, generation.stats.slots.tolist(), generation.stats.bytes_allocated]
+            for generation in generations
+        ),
         *(score.cpu().argmax(-1).tolist() for score in scores),
         engine.blocks_in_use,
     ]

@@ -183,9 +183,9 @@ class Operations(RuleBasedStateMachine):
             return
         request = self.engine.submit(prompt, params, session)
         turns = (*history.turns, ((*history.unanswered, *prompt), replace(params, n=1)))
-        own = turns[-1][1]
-        seeds = [replace(own, seed=None if own.seed is None else own.seed + i) for i in range(params.n)]
-        expected = [self.alone((*turns[:-1], (turns[-1][0], each))) for each in seeds]
+        sampling = turns[-1][1]
+        seeds = [replace(sampling, seed=None if sampling.seed is None else sampling.seed + i) for i in range(params.n)]
+        expected = [self.alone((*turns[:-1], (turns[-1][0], sampling_of_one))) for sampling_of_one in seeds]
         self.turns.append(Turn(request, turns, expected, session))
         history.tokens += prompt
 
@@ -343,9 +343,9 @@ class Operations(RuleBasedStateMachine):
         generation = turn.request.generation
         assert generation is not None
         every = [generation, *generation.alternatives]
-        assert reason in [each.finish_reason for each in every]
-        for each, tokens, expected in zip(every, turn.every, turn.expected, strict=len(every) > 1):
-            assert each.token_ids == tokens == expected.token_ids[: len(tokens)]
+        assert reason in [generation.finish_reason for generation in every]
+        for answer, tokens, expected in zip(every, turn.every, turn.expected, strict=len(every) > 1):
+            assert answer.token_ids == tokens == expected.token_ids[: len(tokens)]
         self.leave(turn)
 
     def leave(self, turn):
@@ -367,8 +367,8 @@ class Operations(RuleBasedStateMachine):
         counts = -(-cache.lengths // BLOCK)
         owned = cache.block_tables[torch.arange(cache.block_tables.shape[-1]) < counts[..., None]].tolist()
         assert self.engine.blocks_in_use == len({*owned})
-        prefixes = [each.states for each in self.engine._prefixes or ()]
-        kept = [cache._blocks_of(each["block_tables"], each["lengths"]).tolist() for each in prefixes]
+        prefixes = [prefix.states for prefix in self.engine._prefixes or ()]
+        kept = [cache._blocks_of(prefix["block_tables"], prefix["lengths"]).tolist() for prefix in prefixes]
         holders = Counter(owned) + sum(map(Counter, kept), Counter())
         assert all(
             holders[block] == extra + 1 for block, extra in enumerate(cache.allocator.extra.tolist()) if holders[block]

@@ -132,8 +132,8 @@ def test_continuations_fail_together_and_leave_nothing_behind(where, nth, make_c
     other = engine.submit(short, greedy)
     drain(engine)
     every = [forking.generation, *forking.generation.alternatives]
-    assert str(forking.error) == "no room" and {each.finish_reason for each in every} == {"error"}
-    assert len(events) == sum(len(each.token_ids) for each in every)
+    assert str(forking.error) == "no room" and {generation.finish_reason for generation in every} == {"error"}
+    assert len(events) == sum(len(generation.token_ids) for generation in every)
     assert other.error is None and other.generation.token_ids == expected.token_ids and engine.blocks_in_use == 0
 
 
@@ -155,7 +155,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(make_compressed, make_pro
     tokenizer = Stumbling()
     engine, prompts = Engine(make_compressed(), tokenizer), make_prompts(5, 20)
     expected = [generation.token_ids for generation in engine.generate(prompts, GREEDY)]
-    (tokenizer.bad,) = [each for each in expected[0] if each not in expected[1]][:1]
+    (tokenizer.bad,) = [token for token in expected[0] if token not in expected[1]][:1]
     requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
     while requests[1].generation is None:
         engine.step()

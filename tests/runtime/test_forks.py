@@ -28,16 +28,16 @@ def test_continuations_equal_requests_of_their_own(method, make_stock, make_comp
         for prompt in prompts
     ]
     fed = count_fed(engine)
-    for each in (engine, few):
-        for generation, theirs in zip(each.generate(prompts, several), expected, strict=True):
+    for tested in (engine, few):
+        for generation, theirs in zip(tested.generate(prompts, several), expected, strict=True):
             mine = [generation, *generation.alternatives]
-            for ours, own in zip(mine, theirs, strict=True):
-                assert ours.token_ids == own.token_ids
-                assert ours.logprobs == pytest.approx(own.logprobs, abs=CLOSE)
-                assert torch.equal(ours.stats.slots, own.stats.slots)
-                torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
+            for ours, reference in zip(mine, theirs, strict=True):
+                assert ours.token_ids == reference.token_ids
+                assert ours.logprobs == pytest.approx(reference.logprobs, abs=CLOSE)
+                assert torch.equal(ours.stats.slots, reference.stats.slots)
+                torch.testing.assert_close(ours.stats.mean_slots, reference.stats.mean_slots)
                 assert (ours.alternatives == [] and ours.finish_reason == "length") or ours is generation
-        assert each.blocks_in_use == 0 and not each.cache.allocator.extra.any()
+        assert tested.blocks_in_use == 0 and not tested.cache.allocator.extra.any()
     if policy is None:
         assert sum(fed) == 50 + 3 * 8
 
@@ -59,7 +59,7 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(method, make_st
         with engine.session() as session:
             session.feed(context)
             forks = [session.fork() for _ in questions]
-            requests = [engine.submit(each, greedy, fork) for each, fork in zip(questions, forks, strict=True)]
+            requests = [engine.submit(question, greedy, fork) for question, fork in zip(questions, forks, strict=True)]
             engine.run(requests)
             assert session.tokens == context
             for fork in forks:
@@ -70,15 +70,15 @@ def test_what_goes_on_from_a_session_equals_a_session_of_its_own(method, make_st
             for fork in forks:
                 fork.close()
         alone = Engine(model, policy=policy).score_with_stats([context] * 3, right, after=questions)
-        for scoring, own in zip(scorings, alone, strict=True):
-            torch.testing.assert_close(scoring.logprobs, own.logprobs, atol=CLOSE, rtol=0)
-            assert torch.equal(scoring.stats.slots, own.stats.slots)
-            torch.testing.assert_close(scoring.stats.mean_slots, own.stats.mean_slots)
-        for request, own in zip(requests, expected, strict=True):
+        for scoring, single in zip(scorings, alone, strict=True):
+            torch.testing.assert_close(scoring.logprobs, single.logprobs, atol=CLOSE, rtol=0)
+            assert torch.equal(scoring.stats.slots, single.stats.slots)
+            torch.testing.assert_close(scoring.stats.mean_slots, single.stats.mean_slots)
+        for request, single in zip(requests, expected, strict=True):
             ours = request.generation
-            assert ours.token_ids == own.token_ids and ours.logprobs == pytest.approx(own.logprobs, abs=CLOSE)
-            assert torch.equal(ours.stats.slots, own.stats.slots)
-            torch.testing.assert_close(ours.stats.mean_slots, own.stats.mean_slots)
+            assert ours.token_ids == single.token_ids and ours.logprobs == pytest.approx(single.logprobs, abs=CLOSE)
+            assert torch.equal(ours.stats.slots, single.stats.slots)
+            torch.testing.assert_close(ours.stats.mean_slots, single.stats.mean_slots)
         assert engine.blocks_in_use == 0 and not engine.cache.allocator.extra.any()
         if size == 4 and (policy is None or policy.can_fork):
             assert spent == 50 + 5 + 9 + 6 + 3 * 3 and sum(fed) == 2 * spent - 50
@@ -109,8 +109,8 @@ def test_a_continuation_without_a_place_that_ends_at_once_tells_what_the_prompt_
     model, prompts = make_stock() if gates is None else make_compressed(gates=gates), make_prompts(50)
     (expected,) = Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, seed=3))
     (first,) = Engine(model, max_batch_size=2).generate(prompts, SamplingParams(max_new_tokens=1, seed=3, n=4))
-    for each in (first, *first.alternatives):
-        ours, theirs = (vars(stats).copy() for stats in (each.stats, expected.stats))
+    for generation in (first, *first.alternatives):
+        ours, theirs = (vars(stats).copy() for stats in (generation.stats, expected.stats))
         for name in ("slots", "mean_slots"):
             assert torch.equal(ours.pop(name), theirs.pop(name))
         assert ours == theirs
@@ -124,8 +124,8 @@ def test_several_are_taken_off_together_and_told_apart(make_compressed, make_pro
     for event in engine.stream(prompt, params):
         tokens[event.number].append(event.token_id)
         assert len(event.top_logprobs) == 2
-    assert list(tokens.values()) == [each.token_ids for each in (expected, *expected.alternatives)]
-    assert all(len(each.top_logprobs) == 6 for each in expected.alternatives)
+    assert list(tokens.values()) == [generation.token_ids for generation in (expected, *expected.alternatives)]
+    assert all(len(alternative.top_logprobs) == 6 for alternative in expected.alternatives)
     running = engine.submit(prompt, params)
     engine.step()
     engine.run(running.alternatives)
@@ -137,7 +137,7 @@ def test_several_are_taken_off_together_and_told_apart(make_compressed, make_pro
         engine.step()
     engine.abort(request)
     generations = [request.generation, *request.generation.alternatives]
-    assert [each.finish_reason for each in generations] == ["abort"] * 3
+    assert [generation.finish_reason for generation in generations] == ["abort"] * 3
     assert generations[2].token_ids == expected.alternatives[1].token_ids[:1]  # which waits for a row
     assert engine.blocks_in_use == 0 and engine.step() == []
 
@@ -150,7 +150,7 @@ def test_a_processor_that_fails_ends_its_request_alone(make_compressed, make_pro
 
     engine, prompts = Engine(make_compressed()), make_prompts(10, 20)
     greedy, broken = (
-        SamplingParams(max_new_tokens=8, temperature=0, logits_processor=each) for each in (None, fail_late)
+        SamplingParams(max_new_tokens=8, temperature=0, logits_processor=processor) for processor in (None, fail_late)
     )
     expected = engine.generate(prompts, greedy)
     requests = [engine.submit(prompts[0], broken), engine.submit(prompts[1], greedy)]

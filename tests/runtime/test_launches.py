@@ -49,12 +49,14 @@ class Launches(TorchDispatchMode):
         if self.is_paused:
             return out
         given, made = (
-            [each for each in tree_leaves(item) if isinstance(each, torch.Tensor)] for item in (arguments, out)
+            [leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)] for item in (arguments, out)
         )
         name = function.overloadpacket.__name__
-        on_gpu = [any(each.device.type == self.device for each in tensors) for tensors in (given, made)]
+        on_gpu = [any(tensor.device.type == self.device for tensor in tensors) for tensors in (given, made)]
         takes_indices = name in ("index", "index_put", "index_put_", "_index_put_impl_")
-        by_mask = takes_indices and any(each is not None and each.dtype == torch.bool for each in arguments[1])
+        by_mask = takes_indices and any(
+            argument is not None and argument.dtype == torch.bool for argument in arguments[1]
+        )
         leaves = on_gpu[0] and bool(made) and not on_gpu[1]  # copied to the host
         self.counts["waits"] += (on_gpu[0] and name in DATA_DEPENDENT) or by_mask or leaves
         self.counts["operations"] += any(on_gpu) and not function.is_view and name != "_unsafe_view"
@@ -174,8 +176,8 @@ def per_layer(make_stock: Any, make_compressed: Any) -> Callable[..., tuple[tupl
             model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
             found += counts_of(model, policy, lengths, decodes)
         shallow, deep = found
-        each = ((deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels", "waits"))
-        return tuple(each), shallow["waits"]
+        per_layer = ((deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels", "waits"))
+        return tuple(per_layer), shallow["waits"]
 
     return count
 
@@ -207,8 +209,8 @@ def test_a_decode_step_stays_within_its_budget(
     waits_in_all: int,
     per_layer: Callable[..., tuple[tuple[float, ...], int]],
 ) -> None:
-    each, in_all = per_layer(gates, policy, RAGGED, decodes=True)
-    assert_within((*each, in_all), (operations, kernels, waits, waits_in_all))
+    in_one, in_all = per_layer(gates, policy, RAGGED, decodes=True)
+    assert_within((*in_one, in_all), (operations, kernels, waits, waits_in_all))
 
 
 class InGraphs(Exception):
@@ -341,7 +343,7 @@ def test_a_step_of_decoding_and_prompts_launches_at_most_three_times_what_decodi
     model = make_stock() if gates is None else make_compressed(gates=gates)
     (decoding,) = counts_of(model, None, RAGGED, decodes=True)
     (mixed,) = counts_of(model, None, RAGGED, decodes=True, joining=[60, 23])
-    launched = [each["operations"] + each["kernels"] for each in (decoding, mixed)]
+    launched = [launches["operations"] + launches["kernels"] for launches in (decoding, mixed)]
     assert launched[1] <= 3 * launched[0], launched
     assert mixed["waits"] == 1, mixed
 
@@ -362,4 +364,4 @@ def test_the_host_waits_once_a_step_through_new_blocks_and_draws(
 ) -> None:
     model = make_stock() if gates is None else make_compressed(gates=gates)
     counts = counts_of(model, None, RAGGED, decodes=True, steps=steps, memory=185 * 2048)
-    assert [each["waits"] for each in counts] == [1] * steps
+    assert [count["waits"] for count in counts] == [1] * steps

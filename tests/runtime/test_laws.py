@@ -157,11 +157,11 @@ def test_alone_equals_together_equals_in_parts(method, model, policy, make_promp
     prompts = make_prompts(*LENGTHS, 18)  # two of the same length may be fed together
     alone = [Engine(model, policy=policy).generate([prompt], GREEDY)[0] for prompt in prompts]
     answers = tokens_of(alone)
-    whole = [
+    scored = [
         Engine(model, policy=policy).score([prompt], [answer])[0]
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    for scores, generation in zip(whole, alone, strict=True):
+    for scores, generation in zip(scored, alone, strict=True):
         assert scores.dtype == torch.float32
         assert scores.argmax(-1).tolist() == generation.token_ids
         assert generation.logprobs == pytest.approx(scores.amax(-1).tolist(), abs=TOLERANCE)
@@ -169,7 +169,7 @@ def test_alone_equals_together_equals_in_parts(method, model, policy, make_promp
         engine = Engine(model, policy=policy, prefill_chunk_size=chunk_of(method, chunk))
         torch.testing.assert_close(
             torch.cat(engine.score(prompts, answers)),
-            torch.cat(whole),
+            torch.cat(scored),
             rtol=0,
             atol=TOLERANCE,
             msg=lambda text, chunk=chunk: f"chunks of {chunk}: {text}",
@@ -281,15 +281,15 @@ def test_an_answer_and_its_memory_are_the_same_generated_scored_preempted_or_in_
 
     prompts, engine = make_prompts(21, 30, 8), Engine(model, policy=policy)
     generations = engine.generate(prompts, GREEDY)
-    alone = [over(each.stats) for each in generations]
+    alone = [over(generation.stats) for generation in generations]
     scorings = engine.score_with_stats(prompts, tokens_of(generations))
-    assert [over(each.stats) for each in scorings] == [pytest.approx(each) for each in alone]
+    assert [over(scoring.stats) for scoring in scorings] == [pytest.approx(value) for value in alone]
     room = 2 * layers_of(method) * 4 * engine.cache.block_bytes  # the longest alone: two heads, 49 tokens
     again = Engine(model, policy=policy, memory=room).generate(prompts, GREEDY)
-    assert method in POLICIES or method in BOTH or any(each.stats.num_preemptions for each in again)
+    assert method in POLICIES or method in BOTH or any(scoring.stats.num_preemptions for scoring in again)
     assert tokens_of(again) == tokens_of(generations)
     assert all(torch.equal(one.stats.slots, other.stats.slots) for one, other in zip(again, generations, strict=True))
-    assert [over(each.stats) for each in again] == [pytest.approx(each) for each in alone]
+    assert [over(scoring.stats) for scoring in again] == [pytest.approx(value) for value in alone]
     with engine.session() as session:
         session.generate(prompts[0], GREEDY)
         second = session.generate(prompts[2], GREEDY).stats

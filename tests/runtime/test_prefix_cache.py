@@ -60,14 +60,14 @@ def test_a_prefix_of_2k_tokens_over_16_requests_is_computed_once(model, make_pro
     most = 0
     while any(request.generation is None for request in requests):
         engine.step()
-        cache, rows = engine.cache, [each.row for each in engine._scheduler.running]
+        cache, rows = engine.cache, [sequence.row for sequence in engine._scheduler.running]
         tables = {block for row in rows for block in cache._owned_blocks(row).tolist()}
         assert engine.blocks_in_use == len(tables)  # shared ones once
         most = max(most, len(tables))
     assert_same([request.generation for request in requests], expected)
     assert sum(fed) == 2000 + sum(range(3, 19)) + 16 * 5
-    own = max(each.stats.bytes_allocated for each in expected) // cache.block_bytes
-    assert most <= own + 16 * 4 * 3  # the prefix once, and of each its open block and at most two more in 4 heads
+    largest = max(generation.stats.bytes_allocated for generation in expected) // cache.block_bytes
+    assert most <= largest + 16 * 4 * 3  # the prefix once, and of each its open block and at most two more in 4 heads
     assert engine.blocks_in_use == 0
     assert engine.prefix_cache_bytes > 0
 
@@ -147,20 +147,20 @@ def test_what_was_no_number_is_kept_for_nobody(scores, model, make_prompts):
 
 
 @pytest.mark.parametrize(
-    "own",
+    "bad",
     [
         {"repetition_penalty": 1e-300},
         {"logits_processor": lambda tokens, scores: scores[0]},
         {"logits_processor": lambda tokens, scores: scores - torch.inf},
     ],
-    ids=lambda own: next(iter(own)),
+    ids=lambda bad: next(iter(bad)),
 )
-def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(own, make_stock, make_prompts):
+def test_a_request_that_fails_by_its_own_parameters_costs_nobody_a_prefix(bad, make_stock, make_prompts):
     (prompt,) = make_prompts(100)
     engine = Engine(make_stock(), prefix_cache=True)
     engine.generate([prompt], GREEDY)
     held = engine.prefix_cache_bytes
-    request = engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, **own))
+    request = engine.submit(prompt, SamplingParams(max_new_tokens=6, temperature=0, **bad))
     while request.generation is None:
         engine.step()
     assert request.error is not None
@@ -189,13 +189,17 @@ def test_who_waits_for_a_prefix_keeps_nobody_back(model, make_prompts):
     prefix, more, short = make_prompts(320, 9, 12)
     engine = Engine(model, prefix_cache=True, prefill_chunk_size=64)
     fed = count_fed(engine)
-    first, second, third = (engine.submit(each, GREEDY) for each in (prefix, prefix + more, short))
+    first, second, third = (engine.submit(prompt, GREEDY) for prompt in (prefix, prefix + more, short))
     engine.step()
     running = engine._scheduler.running
-    assert [each in running for each in (first.sequence, second.sequence, third.sequence)] == [True, False, True]
+    assert [sequence in running for sequence in (first.sequence, second.sequence, third.sequence)] == [
+        True,
+        False,
+        True,
+    ]
     engine.run([first, second, third])
     assert_same(
-        [each.generation for each in (first, second, third)],
+        [request.generation for request in (first, second, third)],
         Engine(model).generate([prefix, prefix + more, short], GREEDY),
     )
     assert sum(fed) <= 320 + 9 + 12 + 3 * 5 + 16
@@ -215,7 +219,7 @@ def test_what_snapshots_hold_beside_their_blocks_is_bounded(make_compressed, mak
     engine = Engine(model, memory=2**20, max_batch_size=2, prefix_cache=True)
     for prompt in make_prompts(*[80] * 40):
         engine.generate([prompt], SamplingParams(max_new_tokens=1))
-    assert 0 < sum(each.num_bytes for each in engine._prefixes) <= 2**20 / 4
+    assert 0 < sum(prefix.num_bytes for prefix in engine._prefixes) <= 2**20 / 4
 
 
 class BesideAFullRank(Ranks):

@@ -166,14 +166,16 @@ def test_turns_of_a_session_equal_the_whole_conversation(gates, make_stock, make
     engine, history = Engine(model, prefill_chunk_size=7), []
     params = [GREEDY, SamplingParams(max_new_tokens=15, seed=3), GREEDY]
     with engine.session() as session:
-        for prompt, each in zip(make_prompts(20, 1, 33), params, strict=True):
+        for prompt, sampling in zip(make_prompts(20, 1, 33), params, strict=True):
             history += prompt
-            (expected,) = Engine(model).generate([history], each)
-            generation = session.generate(prompt, each)
+            (expected,) = Engine(model).generate([history], sampling)
+            generation = session.generate(prompt, sampling)
             assert generation.token_ids == expected.token_ids
             assert generation.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
             assert torch.equal(generation.stats.slots, expected.stats.slots)
-            assert generation.stats.tokens_seen == expected.stats.tokens_seen == len(history) + each.max_new_tokens - 1
+            assert (
+                generation.stats.tokens_seen == expected.stats.tokens_seen == len(history) + sampling.max_new_tokens - 1
+            )
             history += generation.token_ids
             assert session.tokens == history
             assert engine.blocks_in_use > 0

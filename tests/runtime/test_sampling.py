@@ -18,7 +18,7 @@ def next_uniform(params, generator):
 
 
 def choose_or_fail(logits, params, generators, histories=None):
-    uniforms = [next_uniform(each, generator) for each, generator in zip(params, generators, strict=True)]
+    uniforms = [next_uniform(sampling, generator) for sampling, generator in zip(params, generators, strict=True)]
     found, errors = distributions(logits, params, histories)
     return found.choose(Sampling.of(params, uniforms, logits.shape[-1])), errors
 
@@ -75,7 +75,7 @@ def choose_naively(logits, params, uniform):
     """Walk along the cumulative distribution of one row, in double precision."""
     if params.temperature == 0:
         return logits.index(max(logits))
-    weights = [math.exp((each - max(logits)) / params.temperature) for each in logits]
+    weights = [math.exp((logit - max(logits)) / params.temperature) for logit in logits]
     if params.top_k is not None:
         lowest = sorted(weights, reverse=True)[: params.top_k][-1]
         weights = [weight if weight >= lowest else 0.0 for weight in weights]
@@ -131,7 +131,7 @@ def test_top_p_looks_at_few_tokens_and_leaves_flat_rows_open():
     uniforms = torch.rand(5, generator=generator).tolist()
     found, _ = distributions(logits, params)
     sampling = Sampling.of(params, uniforms, size)
-    naive = [choose_naively(*each) for each in zip(logits.tolist(), params, uniforms, strict=True)]
+    naive = [choose_naively(*row) for row in zip(logits.tolist(), params, uniforms, strict=True)]
     assert sampling.width == CANDIDATES
     assert found.choose(sampling).tokens.tolist() == [naive[0], -1, *naive[2:]]
     chosen = found.choose_among_all([1], sampling)
@@ -141,8 +141,8 @@ def test_top_p_looks_at_few_tokens_and_leaves_flat_rows_open():
 
 def test_few_widths_and_numbers_occur():
     wishes = ({}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 65}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.5})
-    combined = [Sampling.of([SamplingParams(**each)], [0.5], 5000) for each in wishes]
-    assert [each.width for each in combined] == [0, 64, 64, CANDIDATES, CANDIDATES, 5000]
+    combined = [Sampling.of([SamplingParams(**settings)], [0.5], 5000) for settings in wishes]
+    assert [sampling.width for sampling in combined] == [0, 64, 64, CANDIDATES, CANDIDATES, 5000]
     asked = [Sampling.of([SamplingParams(top_logprobs=count)], [0.5], 5000).num_top for count in (0, 1, 20, 21)]
     assert asked == [0, 20, 20, 5000]
 
@@ -273,7 +273,7 @@ def test_counts_follow_histories_that_come_grow_and_go():
     histories = [History(before + since, len(before)) for before, since in HISTORIES]
     for trial in range(30):
         for found, is_generated in zip(counts.of(histories), (False, True), strict=True):
-            parts = [each.tokens[each.begin * is_generated :] for each in histories]
+            parts = [history.tokens[history.begin * is_generated :] for history in histories]
             expected = [torch.tensor(part, dtype=torch.long).bincount(minlength=40) for part in parts]
             assert torch.equal(found, torch.stack(expected).int())
         for history in histories[trial % 2 :]:
@@ -312,7 +312,7 @@ def test_a_processor_that_fails_or_leaves_nothing_fails_its_row_alone():
         raise KeyError("lost")
 
     processors = [fail, lambda tokens, scores: scores[0], lambda tokens, scores: scores - torch.inf, None]
-    params = [SamplingParams(temperature=1, logits_processor=each) for each in processors]
+    params = [SamplingParams(temperature=1, logits_processor=processor) for processor in processors]
     choice, errors = choose_or_fail(torch.zeros(4, 9), params, [None] * 4)
     assert [type(errors.get(row)) for row in range(4)] == [RuntimeError, RuntimeError, type(None), type(None)]
     assert isinstance(errors[0].__cause__, KeyError)

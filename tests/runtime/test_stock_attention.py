@@ -57,8 +57,8 @@ def difference(model: Any, engine: Engine) -> float:
     gaps = []
     for text, scored in zip(texts, served, strict=True):
         with torch.no_grad():
-            own = model(torch.tensor([text]), use_cache=False).logits[0, 2:-1].log_softmax(-1)
-        gaps.append(float((scored - own).abs().max()))
+            parallel = model(torch.tensor([text]), use_cache=False).logits[0, 2:-1].log_softmax(-1)
+        gaps.append(float((scored - parallel).abs().max()))
     return max(gaps)
 
 
@@ -86,10 +86,10 @@ def difference(model: Any, engine: Engine) -> float:
 )
 def test_families_with_full_attention_are_served_as_they_are(family: str, changes: dict[str, Any]) -> None:
     model = build(family, **changes)
-    own = model.config._attn_implementation
+    before = model.config._attn_implementation
     engine = Engine(model, prefill_chunk_size=16)
     assert difference(model, engine) < 1e-4
-    assert model.config._attn_implementation == own
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,10 @@ def test_a_model_whose_forward_was_set_on_it_is_served() -> None:
 def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     model = build("llama")
     head, calls = model.lm_head, []
-    own = head.forward
-    head.forward = lambda states: calls.append(1) or own(states)
+    forward = head.forward
+    head.forward = lambda states: calls.append(1) or forward(states)
     Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, temperature=0))
-    assert len(calls) == 2 and head.forward is not own
+    assert len(calls) == 2 and head.forward is not forward
 
 
 @pytest.mark.parametrize("move", [torch.float64, torch.bfloat16, "meta"], ids=str)

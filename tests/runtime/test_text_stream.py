@@ -97,7 +97,7 @@ def test_text_ends_before_a_stop_string(text, stop, expected):
     stream = TextStream(Letters(), stop)
     found = pieces(stream, [ord(letter) for letter in text])
     assert "".join(found) == "".join(stream.pieces) == expected
-    assert stream.stopped == any(each in text for each in stop)
+    assert stream.stopped == any(end in text for end in stop)
 
 
 def test_random_texts_stop_where_a_search_of_the_whole_text_says():
@@ -105,11 +105,11 @@ def test_random_texts_stop_where_a_search_of_the_whole_text_says():
     for _ in range(500):
         text = "".join(draw.choices("ab", k=draw.randrange(1, 14)))
         stop = tuple("".join(draw.choices("ab", k=draw.randrange(1, 5))) for _ in range(draw.randrange(1, 3)))
-        ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(each) for each in stop)]
+        ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(ending) for ending in stop)]
         expected = text
         if ends:
             first = text[: ends[0]]
-            expected = first[: min(first.find(each) for each in stop if each in first)]
+            expected = first[: min(first.find(end) for end in stop if end in first)]
         stream = TextStream(Letters(), stop)
         seen = ""
         for piece in pieces(stream, [ord(letter) for letter in text]):

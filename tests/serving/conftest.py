@@ -98,8 +98,8 @@ def make_server() -> Iterator[Callable[..., Served]]:
 def served(make_server: Callable[..., Served], text_tokenizer: Any) -> Served:
     """All kinds of caches behind one server; the stock ones share a model."""
     stock = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
-    own = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
+    learned = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
     options: dict[str, Any] = {"max_batch_size": 8, "memory": 2**22, "prefix_cache": True}
     engines = {name: Engine(stock, text_tokenizer, policy, **options) for name, policy in POLICIES.items()}
-    engines["own"] = Engine(own, text_tokenizer, **options)
+    engines["own"] = Engine(learned, text_tokenizer, **options)
     return make_server(engines)

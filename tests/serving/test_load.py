@@ -108,7 +108,7 @@ def test_clients_that_go_away_or_send_nonsense_leave_nothing_behind(served):
 
     async def crowd() -> None:
         async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
-            bodies = [{"model": "own", "prompt": each, "max_tokens": 30, "temperature": 0} for each in prompts]
+            bodies = [{"model": "own", "prompt": prompt, "max_tokens": 30, "temperature": 0} for prompt in prompts]
             answers = [await client.post("/v1/completions", json=body) for body in bodies]
             expected = [answer.json()["choices"][0]["text"] for answer in answers]
             await asyncio.gather(*(visit(client, expected, random.Random(seed)) for seed in range(16)))

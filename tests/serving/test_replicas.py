@@ -50,8 +50,8 @@ def replicas_of(process: subprocess.Popen) -> list[psutil.Process]:
 def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, str]]:
     folder = tmp_path_factory.mktemp("cluster")
     stock = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
-    own = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
-    for name, model in (("full", stock), ("own", own)):
+    learned = retrofit(build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512), mixed_gates())
+    for name, model in (("full", stock), ("own", learned)):
         model.save_pretrained(folder / name)
         text_tokenizer.save_pretrained(folder / name)
     models = f"models={{own: {folder}/own, full: {folder}/full}}"

@@ -145,7 +145,7 @@ def test_a_server_finishes_running_requests_and_exits(folders: Any, tmp_path: Pa
             raise AssertionError("".join(output))
         threading.Thread(target=lambda: output.extend(process.stderr), daemon=True).start()
         with httpx.Client(base_url=found[1], headers={"Authorization": "Bearer secret"}, timeout=60) as web:
-            assert [each["id"] for each in web.get("/v1/models").json()["data"]] == ["own", "h2o"]
+            assert [card["id"] for card in web.get("/v1/models").json()["data"]] == ["own", "h2o"]
             for name in ("own", "h2o"):
                 request = {"model": name, "prompt": "a secret prompt", "max_tokens": 3}
                 assert web.post("/v1/completions", json=request).json()["usage"]["completion_tokens"] == 3

@@ -179,5 +179,5 @@ def _stop(folder):
                 processes.append(int((folder / name).read_text()))
                 os.kill(processes[-1], signal.SIGTERM)
         deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{each}").exists() for each in processes) and time.monotonic() < deadline:
+        while any(Path(f"/proc/{process}").exists() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -98,14 +98,14 @@ def requeued_jobs(slurm, tmp_path_factory):
 
 def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, settings, tmp_path):
     steps = 100
-    folder, whole = tmp_path / "run", tmp_path / "whole"
+    folder, uninterrupted = tmp_path / "run", tmp_path / "whole"
     overrides = [*settings, *long_run(steps), f"output_dir={folder}"]
     nodes = ["--nodes=2", "--nodelist=node[1-2]", "--ntasks-per-node=1"]
     job = slurm.submit(*nodes, f"--output={tmp_path}/job.log", "slurm/train.sbatch", *overrides)
     slurm.wait_until(lambda: any(10 in part for part in logged_parts(folder)), "step 10")
     slurm.signal(job, "USR1")
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = run_config(plain_values(compose("train", overrides=[*overrides[:-1], f"output_dir={whole}"])))
+        config = run_config(plain_values(compose("train", overrides=[*overrides[:-1], f"output_dir={uninterrupted}"])))
     values = json.loads(json.dumps(dataclasses.asdict(config)))
     values["trainer"] |= {"devices": 2, "num_nodes": 1}
     values["data"] |= {"num_workers": 0}
@@ -125,7 +125,7 @@ def test_preempted_job_of_two_nodes_is_requeued_and_goes_on_bit_by_bit(slurm, se
     ]  # fmt: skip
     said = (folder / "ranks" / f"{job}-0.log").read_text()
     assert f"stopped by a signal after step {saved} of {steps}, which is saved in {folder}" in said
-    assert logged_losses(folder) == logged_losses(whole)
+    assert logged_losses(folder) == logged_losses(uninterrupted)
     assert sorted(logged_losses(folder)) == list(range(steps))
 
 
@@ -153,33 +153,33 @@ def crashing_jobs(slurm, settings, tmp_path_factory):
 def test_a_run_whose_rank_is_killed_goes_on_and_progress_gives_new_restarts(slurm, crashing_jobs):
     root, jobs = crashing_jobs
     assert slurm.wait(jobs["recovers"]) == "COMPLETED", logs(root / "recovers")
-    folder, told = root / "recovers" / "run", (root / "recovers" / "job.log").read_text()
-    assert [each["step"] for each in starts(folder)] == [0, 4, 8]
+    folder, log = root / "recovers" / "run", (root / "recovers" / "job.log").read_text()
+    assert [start["step"] for start in starts(folder)] == [0, 4, 8]
     assert sorted(logged_losses(folder)) == list(range(14)) and (folder / "final").is_dir()
     for step in (4, 8):
         checkpoint = folder / "checkpoints" / f"step_{step:07d}"
-        assert f"restart 1 of 1 from the last good checkpoint: {checkpoint}\n" in told
+        assert f"restart 1 of 1 from the last good checkpoint: {checkpoint}\n" in log
         assert f"from {checkpoint}: " in (folder / "crashes.log").read_text()
-    assert len(re.findall(r"ended: \S+: task 1: Killed; last line of its log: .", told)) == 2
+    assert len(re.findall(r"ended: \S+: task 1: Killed; last line of its log: .", log)) == 2
 
 
 def test_a_run_that_always_crashes_ends_after_the_bound(slurm, crashing_jobs):
     root, jobs = crashing_jobs
     assert slurm.wait(jobs["always"]) == "FAILED", logs(root / "always")
-    folder, told = root / "always" / "run", (root / "always" / "job.log").read_text()
-    assert [each["step"] for each in starts(folder)] == [0, 0]
+    folder, log = root / "always" / "run", (root / "always" / "job.log").read_text()
+    assert [start["step"] for start in starts(folder)] == [0, 0]
     error = "RuntimeError: this rank's GPU has fallen off the bus"
-    assert len(re.findall(rf"task 1: Exited with exit code 70; last line of its log: {error}\n", told)) == 2
+    assert len(re.findall(rf"task 1: Exited with exit code 70; last line of its log: {error}\n", log)) == 2
     bound = "not restarted: 1 restarts from the same place (MAX_RESTARTS)"
-    assert told.rstrip().endswith(f"{bound}; last good checkpoint: no checkpoint yet")
+    assert log.rstrip().endswith(f"{bound}; last good checkpoint: no checkpoint yet")
 
 
 def test_a_user_s_error_is_not_requeued(slurm, crashing_jobs):
     root, jobs = crashing_jobs
     assert slurm.wait(jobs["refused"]) == "FAILED", logs(root / "refused")
-    told = (root / "refused" / "job.log").read_text()
-    assert len(starts(root / "refused" / "run")) == told.count(" restart 0,") == 1
-    assert "task 1: Exited with exit code 1; last line of its log: [rank1]: ValueError: " in told
+    log = (root / "refused" / "job.log").read_text()
+    assert len(starts(root / "refused" / "run")) == log.count(" restart 0,") == 1
+    assert "task 1: Exited with exit code 1; last line of its log: [rank1]: ValueError: " in log
     assert not (root / "refused" / "run" / "crashes.log").exists()
 
 
@@ -203,7 +203,7 @@ SAID = "srun: error: node%s\n"
     ],
 )
 def test_only_a_failure_of_the_machine_is_a_crash(said, crashed, tmp_path):
-    (tmp_path / "said").write_text("srun: Job step aborted: waiting\n" + "".join(SAID % each for each in said))
+    (tmp_path / "said").write_text("srun: Job step aborted: waiting\n" + "".join(SAID % line for line in said))
     command = [f'. slurm/launch.sh; is_crash "{tmp_path}/said" && echo crash || echo none']
     done = subprocess.run(["bash", "-c", *command], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout == ("crash\n" if crashed else "none\n")
@@ -317,7 +317,7 @@ def smoke(slurm, settings, make_stock, tmp_path):
     train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
     run = [
         "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
-        *[each for each in settings if "text.name" in each],
+        *[setting for setting in settings if "text.name" in setting],
         f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
         "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",
         "training.validation_sequences=4", f"output_dir={tmp_path}/run",
@@ -333,12 +333,12 @@ def smoke(slurm, settings, make_stock, tmp_path):
 
 
 def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smoke, tmp_path):
-    state, told, folder = smoke()
-    assert state == "COMPLETED", "\n".join(told) + logs(folder)
-    assert told[-1] == f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
-    assert [each["step"] for each in starts(folder)] == [0, 10]
+    state, output, folder = smoke()
+    assert state == "COMPLETED", "\n".join(output) + logs(folder)
+    assert output[-1] == f"smoke: ok: 20 steps on 2 x CPU, hsdp, stopped after step 10 and resumed there: {folder}"
+    assert [start["step"] for start in starts(folder)] == [0, 10]
     assert [sorted(part) for part in logged_parts(folder)] == [[*range(10)], [*range(10, 20)]]
-    table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in told if line.startswith("| ")}
+    table = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output if line.startswith("| ")}
     assert float(table["seconds per step"][0]) > 0 and float(table["tokens per second"][0].replace(",", "")) > 0
     assert table["peak of a rank, resident with Python and its libraries"][0].endswith(" GiB")
     assert table["MFU"][0] == "peak of CPU not known"
@@ -355,5 +355,5 @@ def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smo
     ],
 )
 def test_a_smoke_job_that_fails_ends_with_the_reason(smoke, change, reason):
-    state, told, _ = smoke(change)
-    assert state == "FAILED" and told[-1].startswith(f"smoke: failed: {reason}"), "\n".join(told)
+    state, output, _ = smoke(change)
+    assert state == "FAILED" and output[-1].startswith(f"smoke: failed: {reason}"), "\n".join(output)

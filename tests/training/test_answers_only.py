@@ -66,8 +66,14 @@ def batches(monkeypatch):
     [("chats", {"messages": "messages"}), ("pairs", {"prompt": "prompt", "completion": "completion"})],
 )
 def test_run_learns_the_answers_alone_and_is_measured_on_them(values, batches, tmp_path, name, columns, streaming):
-    own = {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}}
-    values["data"] |= {"train": own, "validation": own, "test": own, "streaming": streaming, "stream_shards": 2}
+    source = {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}}
+    values["data"] |= {
+        "train": source,
+        "validation": source,
+        "test": source,
+        "streaming": streaming,
+        "stream_shards": 2,
+    }
     config = build_config(RunConfig, values)
     train(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")

@@ -50,13 +50,13 @@ def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_pa
     for ratio, steps in ((2.0, 4), (3.0, 6)) if variant == "delays" else ((2.0, 4),):
         milestone = tmp_path / "ramp" / "milestones" / f"cr{ratio:g}"
         config = build(f"branch{ratio:g}", ratio, branch_from=str(milestone), **settings)
-        branch, whole = train(config), train(build(f"whole{ratio:g}", ratio, **settings))
-        expected = logged_losses(whole.folder)
+        branch, unbranched = train(config), train(build(f"whole{ratio:g}", ratio, **settings))
+        expected = logged_losses(unbranched.folder)
         assert sorted(expected) == list(range(steps + 2))
         assert logged_losses(branch.folder) == {step: expected[step] for step in (steps, steps + 1)}
         state = load_model(branch.final).state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in load_model(whole.final).state_dict().items())
-        assert load_model(branch.final).compression == load_model(whole.final).compression
+        assert all(torch.equal(value, state[name]) for name, value in load_model(unbranched.final).state_dict().items())
+        assert load_model(branch.final).compression == load_model(unbranched.final).compression
         stages = plan_training(config, PlannerConfig()).stages
         assert [(stage.name, stage.steps) for stage in stages] == [("solidify", 2)]
 

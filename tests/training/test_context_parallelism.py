@@ -60,7 +60,7 @@ def texts():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[] if each == "2 contexts" else pytest.mark.slow) for each in LAYOUTS]
+    "layout", [pytest.param(layout, marks=[] if layout == "2 contexts" else pytest.mark.slow) for layout in LAYOUTS]
 )
 def test_ranks_that_share_sequences_have_the_loss_and_the_gradients_of_one(run_values, texts, layout, tmp_path):
     count, trainer = LAYOUTS[layout]
@@ -75,5 +75,5 @@ def test_ranks_that_share_sequences_have_the_loss_and_the_gradients_of_one(run_v
         assert expected.keys() == found.keys()
         for key, value in expected.items():
             torch.testing.assert_close(
-                found[key], value, atol=1e-5, rtol=1e-5, msg=lambda told: f"{name} {key}: {told}"
+                found[key], value, atol=1e-5, rtol=1e-5, msg=lambda difference: f"{name} {key}: {difference}"
             )

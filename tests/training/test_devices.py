@@ -144,8 +144,10 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
             with StepWatch(LENGTH) as watch:
                 with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
                     loss = module.loss_at(step, batch)
-                assert {value.device.type for each in module.micro_batch_metrics for value in each.values()} == {"cuda"}
-                for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                assert {value.device.type for metrics in module.micro_batch_metrics for value in metrics.values()} == {
+                    "cuda"
+                }
+                for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                     parameter.grad = torch.empty_like(parameter)  # there is no backward on "cuda"
                 finish_step(module, optimizer)
                 optimizer.step()

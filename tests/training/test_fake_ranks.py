@@ -26,16 +26,16 @@ class Collectives(TorchDispatchMode):
         self.entered = []
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # what is entered within it is not missed
         if function.namespace in ("c10d", "_c10d_functional"):
             leaves = tree_leaves(arguments)
             name = function.overloadpacket.__name__
-            carried = [(tuple(each.shape), each.dtype) for each in leaves if isinstance(each, torch.Tensor)]
+            carried = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if name == "scatter_":
                 carried = carried[:1]  # who scatters has all parts, who receives one
-            groups = [each for each in leaves if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each)]
-            sizes = [dist.ProcessGroup.unbox(each).size() for each in groups]
+            groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf)]
+            sizes = [dist.ProcessGroup.unbox(group).size() for group in groups]
             self.entered.append((name, *carried, *sizes))
         return function(*arguments, **(keywords or {}))
 

@@ -32,7 +32,7 @@ def private_names():
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    used |= {each.name for node in classes for each in node.body if isinstance(each, ast.FunctionDef)}
+    used |= {statement.name for node in classes for statement in node.body if isinstance(statement, ast.FunctionDef)}
     return {name for name in used if name.startswith("_") and not name.startswith("__")}
 
 

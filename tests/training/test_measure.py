@@ -41,7 +41,7 @@ def test_achieved_ratio_is_what_the_engine_holds(make_compressed, batches, gates
     model = make_compressed(gates=gates)
     prompts = [row.tolist() for batch in batches for row in batch["input_ids"]]
     stats = [g.stats for g in Engine(model).generate(prompts, SamplingParams(max_new_tokens=1, temperature=0.0))]
-    slots = torch.stack([each.slots for each in stats]).double()
+    slots = torch.stack([stats.slots for stats in stats]).double()
     score = score_text(model, batches)
     torch.testing.assert_close(score.held.double(), (slots / 40).mean(0), atol=1e-6, rtol=0)
     assert score.achieved_ratio == pytest.approx(len(prompts) * 40 * slots[0].numel() / float(slots.sum()), rel=1e-5)

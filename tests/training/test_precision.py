@@ -38,7 +38,7 @@ class Attention(TorchDispatchMode):
         if name.removesuffix("_backward") in (STOCK, FUSED):
             tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
             self.found[name] = tuple(
-                {each.dtype for each in tensors if (each.dim() == 4) == is4} for is4 in (True, False)
+                {tensor.dtype for tensor in tensors if (tensor.dim() == 4) == is4} for is4 in (True, False)
             )
         return out
 

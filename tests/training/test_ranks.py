@@ -76,9 +76,9 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
         "stages": {"zero_out": {"length": "15 steps"}, "retrofit": {"length": f"{steps - 15} steps"}},
         "checkpoint_every_steps": 5,
     }
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     log = tmp_path / "ranks.log"
-    train_ranks(dict(two_ranks, output_dir=str(whole)), 2, log)
+    train_ranks(dict(two_ranks, output_dir=str(uninterrupted)), 2, log)
     values = dict(two_ranks, output_dir=str(killed))
     chooser = random.Random(0)
     expected = [0]
@@ -103,8 +103,8 @@ def test_ten_kills_of_two_ranks_lose_nothing_beyond_the_last_save(two_ranks, tmp
     train_ranks(values, 2, log)
     assert starts(killed) == expected
     for part in logged_parts(killed):  # what was trained twice was trained equally
-        assert part.items() <= logged_losses(whole).items()
-    assert_same_run(killed, whole)
+        assert part.items() <= logged_losses(uninterrupted).items()
+    assert_same_run(killed, uninterrupted)
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["at the start", "prepared"])

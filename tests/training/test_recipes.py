@@ -97,7 +97,7 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
         ids, learned = item["input_ids"], item["loss_mask"][1:]
         logits = model(ids[None]).logits[0, :-1][learned].detach()
         found.append(torch.nn.functional.cross_entropy(logits, ids[1:][learned], reduction="none"))
-    by_sequence, by_token = torch.stack([each.mean() for each in found]).mean(), torch.cat(found).mean()
+    by_sequence, by_token = torch.stack([losses.mean() for losses in found]).mean(), torch.cat(found).mean()
     assert abs(by_sequence - by_token) > 1e-2
     assert losses[0][0] == pytest.approx(float(by_token if average == "token" else by_sequence), rel=1e-5)
 
@@ -105,11 +105,11 @@ def test_of_prompts_and_completions_only_the_completions_are_learned(run_values,
 def test_a_run_that_averages_over_tokens_goes_on_at_the_step_that_it_left(run_values, chats, tmp_path):
     run_values["data"] |= {"streaming": True, "stream_shards": 2}
     run_values["training"] |= {"loss_average": "token", "checkpoint_every_steps": 5, "micro_batch_size": 1}
-    whole, resumed = trained(run_values, tmp_path / "whole"), trained(run_values, tmp_path / "resumed")
+    uninterrupted, resumed = trained(run_values, tmp_path / "whole"), trained(run_values, tmp_path / "resumed")
     for path in (saved_checkpoints(resumed / "checkpoints")[0], resumed / "final"):
         remove(path)
     trained(run_values, resumed)
-    assert logged_losses(whole) == logged_losses(resumed)
+    assert logged_losses(uninterrupted) == logged_losses(resumed)
     assert json.loads((resumed / "starts.jsonl").read_text().splitlines()[1])["step"] == 5
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_averages_over_tokens_goes_on_at_the_step_that_it_left(run_va
 def test_the_average_over_tokens_is_the_same_where_ranks_divide_sequences_for_some_steps(run_values, chats, tmp_path):
     run_values["data"] |= {"streaming": True, "stream_shards": 2}
     run_values["training"] |= {"loss_average": "token", "micro_batch_size": 1}
-    whole = trained(run_values, tmp_path / "whole")
+    uninterrupted = trained(run_values, tmp_path / "whole")
     folder = tmp_path / "divided"
     layouts = (
         (1, {}, 2),
@@ -132,8 +132,8 @@ def test_the_average_over_tokens_is_the_same_where_ranks_divide_sequences_for_so
         sabotage = partial(note_positions, log=positions, stop=None if stop is None else (stop, 0), on_rank=count - 1)
         with Ranks(part, count, log := tmp_path / "log", sabotage) as ranks:
             assert ranks.join() == [0 if stop is None else EXIT_PREEMPTED] * count, log.read_text()[-4000:]
-    assert logged_losses(folder) == pytest.approx(logged_losses(whole), rel=1e-4)
-    weights, found = (load_model(each / "final").state_dict() for each in (whole, folder))
+    assert logged_losses(folder) == pytest.approx(logged_losses(uninterrupted), rel=1e-4)
+    weights, found = (load_model(folder / "final").state_dict() for folder in (uninterrupted, folder))
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, atol=1e-4, rtol=0)
 
@@ -168,14 +168,14 @@ def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):
 
 def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_path):
     recipe["training"]["checkpoint_every_steps"] = 5
-    whole, resumed = trained(recipe, tmp_path / "whole"), trained(recipe, tmp_path / "resumed")
-    weights = logged(whole, "train/ratio_weight")
+    uninterrupted, resumed = trained(recipe, tmp_path / "whole"), trained(recipe, tmp_path / "resumed")
+    weights = logged(uninterrupted, "train/ratio_weight")
     assert len(set(weights.values())) == len(weights) == 6  # it moves at every step of the gates
     for path in (saved_checkpoints(resumed / "checkpoints")[0], resumed / "final"):
         remove(path)
     trained(recipe, resumed)
-    assert logged_losses(whole) == logged_losses(resumed)
-    assert logged(whole, "train/ratio_weight") == logged(resumed, "train/ratio_weight")
+    assert logged_losses(uninterrupted) == logged_losses(resumed)
+    assert logged(uninterrupted, "train/ratio_weight") == logged(resumed, "train/ratio_weight")
 
 
 @pytest.mark.slow

@@ -111,8 +111,10 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
 def test_run_stopped_within_a_step_equals_the_uninterrupted_one_bit_by_bit(values, train_part, tmp_path, streaming):
     values["data"]["streaming"] = streaming
-    whole, within, between = (values | {"output_dir": str(tmp_path / name)} for name in ("whole", "within", "between"))
-    train_part(whole, 2)
+    uninterrupted, within, between = (
+        values | {"output_dir": str(tmp_path / name)} for name in ("whole", "within", "between")
+    )
+    train_part(uninterrupted, 2)
     train_part(within, 2, (3, 2))
     train_part(between, 2, (3, 0))
     assert_equal(contents(tmp_path / "within"), contents(tmp_path / "between"))

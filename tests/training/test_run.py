@@ -194,11 +194,11 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     module, batches = make_module(run_values)
     module.log = lambda *args, **kwargs: None
     module.plan.at = lambda step: Plan(module.config.training, 4.0).at.__func__(Plan(module.config.training, 4.0), 5)
-    whole = batches[0] | {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": [0, 1, 2, 3]}
-    parts = [whole | {key: whole[key][i : i + 1] for key in ("input_ids", "position")} for i in range(4)]
+    batch = batches[0] | {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": [0, 1, 2, 3]}
+    parts = [batch | {key: batch[key][i : i + 1] for key in ("input_ids", "position")} for i in range(4)]
     module.train()
     split = torch.stack([module(0, part) for part in parts]).mean()
-    torch.testing.assert_close(module(0, whole), split, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(module(0, batch), split, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("counts", ["held", "decided"])
@@ -276,10 +276,10 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     text = tmp_path / "test.txt"
     text.write_text("words that stand nowhere else, over and over again. " * 40)
     run_values["data"]["test"] = {"test": {"_target_": "dmc.data.TextSource", "name": str(text)}}
-    own, config = data_of(run_values)
+    data, config = data_of(run_values)
     assert config.data.reported_split == "test"
-    assert not torch.equal(own.held_out("test")[0]["input_ids"], own.held_out("validation")[0]["input_ids"])
-    assert "test" in [line.split(":")[0] for line in own.describe()]
+    assert not torch.equal(data.held_out("test")[0]["input_ids"], data.held_out("validation")[0]["input_ids"])
+    assert "test" in [line.split(":")[0] for line in data.describe()]
     record_run(tmp_path / "run", data_of({**run_values, "data": {**run_values["data"], "test": None}})[1])
     record_run(tmp_path / "run", config)  # a run may go on with another: it is not trained with
     run_values["data"]["test"] = {}

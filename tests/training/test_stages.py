@@ -128,7 +128,7 @@ def test_every_target_shares_one_ramp_until_it_is_reached(changes):
     for ratio in (1.7, 2.0, 3.3, 4.0, 6.0):
         plan = Plan(TrainingConfig(stages=stages, **training), ratio)
         step = highest.snapshot_steps([ratio])[ratio]
-        assert [plan.at(each) for each in range(step)] == [highest.at(each) for each in range(step)]
+        assert [plan.at(n) for n in range(step)] == [highest.at(n) for n in range(step)]
         assert highest.at(step - 1).target_ratio < ratio <= highest.at(step).target_ratio
         assert plan.at(step).target_ratio == ratio
         if changes["retrofit"].ramp_fraction is None:

@@ -138,7 +138,7 @@ CHAIN = {
 def test_a_run_is_told_to_stop_and_goes_on_at_every_layout_with_the_same_samples(values, tmp_path):
     """Each layout resumes what another one has saved, and saves what another one resumes."""
     values["training"] |= {"batch_size": 12, "checkpoint_every_steps": 1000}
-    whole = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "whole")))).folder
+    uninterrupted = train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "whole")))).folder
     begin, folder, log = 0, tmp_path / "run", tmp_path / "log"
     for layout, (micro_batch_size, stop) in [*CHAIN.items(), ("auto", (2, None))]:
         values["training"]["micro_batch_size"] = micro_batch_size
@@ -153,8 +153,8 @@ def test_a_run_is_told_to_stop_and_goes_on_at_every_layout_with_the_same_samples
         expected = [(step, list(range(12 * step, 12 * step + 12))) for step in range(begin, end)]
         assert noted_positions(positions, range(0, count, cuts)) == expected
         begin = end
-    assert_same_losses(whole, folder)
-    assert_same_folder(whole / "final", folder / "final")
+    assert_same_losses(uninterrupted, folder)
+    assert_same_folder(uninterrupted / "final", folder / "final")
 
 
 @pytest.mark.slow
@@ -165,13 +165,15 @@ def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bi
         "batch_size": 12,
     }
     options = {"micro_batch_size": 1, "checkpoint_every_steps": 3}
-    whole = on_ranks(values, LAYOUTS[layout][0], tmp_path / "whole", LAYOUTS[layout][1], **options)
-    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    uninterrupted = on_ranks(values, LAYOUTS[layout][0], tmp_path / "whole", LAYOUTS[layout][1], **options)
+    resumed = shutil.copytree(uninterrupted, tmp_path / "resumed")
     forget_the_end(resumed)
     on_ranks(values, LAYOUTS[layout][0], resumed, LAYOUTS[layout][1], **options)
     assert [json.loads(line)["step"] for line in (resumed / "starts.jsonl").read_text().splitlines()] == [0, 3]
-    assert logged_losses(resumed) == logged_losses(whole)
-    expected, found = (read_tensors(saved_checkpoints(each / "checkpoints")[0], "") for each in (whole, resumed))
+    assert logged_losses(resumed) == logged_losses(uninterrupted)
+    expected, found = (
+        read_tensors(saved_checkpoints(folder / "checkpoints")[0], "") for folder in (uninterrupted, resumed)
+    )
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(value, found[name]), name
@@ -187,7 +189,7 @@ def test_every_mesh_reads_the_tensors_of_every_other_one_and_exports_as_one_proc
             with Processes(act, arguments, count, log := tmp_path / "log") as ranks:
                 assert set(ranks.join()) == {0}, f"{[*of_count]}\n{log.read_text()[-4000:]}"
     for layout in LAYOUTS.keys() - {"auto", "ddp on 2"}:
-        alone, together = (tmp_path / f"{layout}.{each}" for each in ("alone", "together"))
+        alone, together = (tmp_path / f"{layout}.{name}" for name in ("alone", "together"))
         assert [*sorted(path.name for path in together.iterdir())] == [*sorted(path.name for path in alone.iterdir())]
         for path in alone.glob("*.safetensors"):
             expected, found = load_file(path), load_file(together / path.name)

@@ -100,8 +100,8 @@ def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, ba
     run_values["control"] = True
     run_values["training"]["snapshot_ratios"] = [2.0]
     config = build_config(RunConfig, run_values)
-    whole = dataclasses.replace(config, merge_kv_heads=None)
-    plans = [plan_training(each, PlannerConfig()) for each in (config, whole)]
+    unmerged = dataclasses.replace(config, merge_kv_heads=None)
+    plans = [plan_training(run, PlannerConfig()) for run in (config, unmerged)]
     weights = 2 * 2 * 8 * 32  # k and v of one head fewer, in two layers
     assert plans[1].num_weights - plans[0].num_weights == weights
     assert plans[0].steps == plans[1].steps

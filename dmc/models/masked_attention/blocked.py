@@ -42,8 +42,8 @@ class BlockedAttention(torch.autograd.Function):
         by_query = torch.empty_like(operands.query)
         by_key, by_value = torch.zeros_like(operands.key), torch.zeros_like(operands.value)
         by_bias, by_recent_key, by_recent_value = (
-            None if each is None else torch.zeros_like(each)
-            for each in (operands.bias, operands.recent_key, operands.recent_value)
+            None if tensor is None else torch.zeros_like(tensor)
+            for tensor in (operands.bias, operands.recent_key, operands.recent_value)
         )
         grad = operands.rows_of(operands.sighted(grad))
         for block in operands.blocks():
@@ -59,8 +59,8 @@ class BlockedAttention(torch.autograd.Function):
         by_query = operands.heads_of(by_query.mul_(ctx.form[0]))
         flat = (by_key, by_value, by_bias, by_recent_key, by_recent_value)
         gradients = (
-            None if each is None else each.to(like.dtype).view(like.shape)
-            for each, like in zip(flat, tensors[1:6], strict=True)
+            None if gradient is None else gradient.to(like.dtype).view(like.shape)
+            for gradient, like in zip(flat, tensors[1:6], strict=True)
         )  # fmt: skip
         return by_query, *gradients, *[None] * 6
 
@@ -89,7 +89,7 @@ class _Operands:
         self.query *= scaling
         self.key, self.value = self._flat(key), self._flat(value)
         self.recent_key, self.recent_value, self.bias = (
-            None if each is None else self._flat(each) for each in (recent_key, recent_value, log_keep)
+            None if tensor is None else self._flat(tensor) for tensor in (recent_key, recent_value, log_keep)
         )
         if self.bias is not None:
             self.bias = self.bias.clamp(min=MASKED)
@@ -197,8 +197,8 @@ class _Block:
         joined = torch.bmm(self.of_rows(operands.query), key.mT)
         scores = joined.unflatten(1, (self.rows.stop - self.rows.start, -1))
         if operands.bias is not None:
-            whole, part, has_bias = self._biased()
-            scores[..., whole] += operands.bias[self.heads, None, None, stream.start : stream.start + whole.stop]
+            full, part, has_bias = self._biased()
+            scores[..., full] += operands.bias[self.heads, None, None, stream.start : stream.start + full.stop]
             places = slice(stream.start + part.start, stream.start + part.stop)
             scores[..., part] += torch.where(has_bias, operands.bias[self.heads, None, None, places], 0.0)
         if operands.padding is not None:
@@ -211,16 +211,16 @@ class _Block:
     def _biased(self) -> tuple[slice, slice, Tensor]:
         """Return the columns whose bias counts for all rows, those where it does for some, and where."""
         start, near, stop = self.stream.start, self.operands.near, self.stream.stop
-        whole = min(max(0, self.rows.start - near + 1 - start), stop - start)
-        some = min(max(whole, self.rows.stop - near - start), stop - start)
-        rows, columns = self._places(slice(start + whole, start + some))
-        return slice(0, whole), slice(whole, some), rows - columns >= near
+        full = min(max(0, self.rows.start - near + 1 - start), stop - start)
+        some = min(max(full, self.rows.stop - near - start), stop - start)
+        rows, columns = self._places(slice(start + full, start + some))
+        return slice(0, full), slice(full, some), rows - columns >= near
 
     def add_bias(self, scores: Tensor, bias: Tensor) -> None:
         """Add the gradients of the block's scores to those of the biases that they have."""
-        whole, part, has_bias = self._biased()
+        full, part, has_bias = self._biased()
         start = self.stream.start
-        bias[self.heads, start : start + whole.stop] += scores[..., whole].sum(1)
+        bias[self.heads, start : start + full.stop] += scores[..., full].sum(1)
         scores = scores[..., part].unflatten(1, (self.rows.stop - self.rows.start, -1))
         bias[self.heads, start + part.start : start + part.stop] += scores.masked_fill(~has_bias, 0).sum((1, 2))
 

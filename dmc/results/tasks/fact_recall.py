@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, StrictInt
+from typing_extensions import override
 
 from dmc.config.settings import Count, Share, checked_dataclass
 from dmc.data import FactWriter
@@ -67,8 +68,8 @@ class FactRecall(Asking):
         if self.questions > self.keys:
             raise ValueError(f"questions={self.questions}: expected at most the keys={self.keys} of a context")
 
+    @override
     def params(self) -> SamplingParams:
-        """See `Asking.params`."""
         return SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:

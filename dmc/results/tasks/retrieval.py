@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt
+from typing_extensions import override
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.data import DocumentSource
@@ -57,8 +58,8 @@ class TextRecall(Asking):
         found = self.extract(generation.text or "")
         return {name: float(found[name] is not None and found[name] == wanted[name]) for name in wanted}
 
+    @override
     def params(self, max_new_tokens: int | None = None) -> SamplingParams:
-        """See `Asking.params`."""
         return SamplingParams(max_new_tokens=max_new_tokens or self.max_new_tokens, temperature=0.0, stop=self.stop)
 
     def texts(self, encoder: Encoder) -> list[list[int]]:
@@ -135,12 +136,12 @@ class Needle(TextRecall):
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
 
+    @override
     def texts(self, encoder: Encoder) -> list[list[int]]:
-        """See `TextRecall.texts`."""
         return encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
 
+    @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
-        """See `TextRecall.ask`."""
         length, depth = place["length"], place["depth"]
         draw = self.random(length, depth, number)
         said = {"name": draw.sample(NAMES, 1)[0], "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
@@ -175,8 +176,8 @@ class KeyValuePairs(TextRecall):
         """See `TextRecall.extract`: the text before the closing quote."""
         return {"exact_match": text.split('"')[0].strip() or None}
 
+    @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
-        """See `TextRecall.ask`."""
         length, depth = place["length"], place["depth"]
         draw = self.random(length, number)  # the same pairs at every depth
         context = [*encoder.begin, *encoder.encode(self.opening)]
@@ -221,8 +222,8 @@ class TwoStageRetrieval(TextRecall):
         color = {"exact_match": found[0] if found else None}
         return color | {"sum_match": first_number(text)} if self.chain_of_thought else color
 
+    @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
-        """See `TextRecall.ask`."""
         size, draw = place["entries"], self.random(place["entries"], number)
         colors = draw.choices(COLORS, k=size)
         total = draw.randrange(size)
@@ -262,13 +263,13 @@ class MultiTurnRecall(TextRecall):
     cache_folder: str = "outputs/cache"
     axes: ClassVar[dict[str, str]] = {"turn": "turns"}
 
+    @override
     def texts(self, encoder: Encoder) -> list[list[int]]:
-        """See `TextRecall.texts`."""
         most = (max(self.turns) - 1) * self.turn_tokens
         return encoder.filler(self.haystack, most, self.samples_per_place, self.cache_folder)
 
+    @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Turns:
-        """See `TextRecall.ask`."""
         turn, draw = place["turn"], self.random(place["turn"], number)
         values = {"name": draw.choice(NAMES), "number": draw.randrange(10_000, 100_000)}
         fillers = [text[begin : begin + self.turn_tokens] for begin in range(0, len(text), self.turn_tokens)]

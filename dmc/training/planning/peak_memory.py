@@ -202,7 +202,7 @@ class Peaks:
                 if kind != "Total":
                     named[NAMES[kind.value]] += size
             before = self.counted.get(self._moment, {})
-            self.counted[self._moment] = max(before, named, key=lambda each: sum(each.values()))
+            self.counted[self._moment] = max(before, named, key=lambda sizes: sum(sizes.values()))
         self._tracker._peak_mem.clear()  # the new moment has a peak of its own
         self._moment = moment
 
@@ -224,14 +224,14 @@ def _zero_states(config: RunConfig, num_weights: int, num_ranks: int) -> tuple[d
     """
     trainer, stage = config.trainer, int(config.trainer.strategy[-1])
     size = 2 if without_deepspeed(config).dtype == "bfloat16" else 4
-    own = -(-num_weights // num_ranks)
+    sharded = -(-num_weights // num_ranks)
     states = {
-        "weights": size * (own if stage == 3 else num_weights),
-        "gradients": size * (own if stage > 1 else num_weights),
-        "optimizer states": 12 * own,
+        "weights": size * (sharded if stage == 3 else num_weights),
+        "gradients": size * (sharded if stage > 1 else num_weights),
+        "optimizer states": 12 * sharded,
         "buckets": 2 * size * min(DEEPSPEED_BUCKET, num_weights),
         "gathered weights": size * min(DEEPSPEED_LIVE, num_weights) if stage == 3 else 0,
-        "update of the weights": 4 * own,
+        "update of the weights": 4 * sharded,
     }
     cpu = 0
     if trainer.offload_optimizer:  # DeepSpeed then sums the gradients there too

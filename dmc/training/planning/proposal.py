@@ -77,14 +77,14 @@ def propose(
     Returns:
         None: the run's own settings are the best, or nothing fits.
     """
-    own, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
-    layouts = sorted(_layouts(config, num_local), key=lambda each: _cost(each.of_run(config), num_local, memory))
-    sizes = sorted({each.micro_batch_size for each in layouts})
+    current, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
+    layouts = sorted(_layouts(config, num_local), key=lambda layout: _cost(layout.of_run(config), num_local, memory))
+    sizes = sorted({layout.micro_batch_size for layout in layouts})
     peaks = _Peaks(config, num_local, memory)
-    traced = {own: memory}
+    traced = {current: memory}
 
     def fits(layout: Layout) -> bool:
-        if layout == own:
+        if layout == current:
             return memory.total <= device_bytes
         return (traced[layout].total if layout in traced else peaks.estimate(layout)) <= limit
 
@@ -100,9 +100,9 @@ def propose(
                 best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
         traced[best] = measure(best.of_run(config))
         peaks.add(best, traced[best])
-    if best is None or best == own:
+    if best is None or best == current:
         return None
-    return Proposal(best.settings(own), traced[best], _passes(best.of_run(config), num_local))
+    return Proposal(best.settings(current), traced[best], _passes(best.of_run(config), num_local))
 
 
 class _Peaks:
@@ -136,7 +136,7 @@ class _Peaks:
         if not self.is_known:  # all that grows does so in proportion, which is too much
             grows = sum(value for name, value in self._memory.components.items() if name not in FIXED)
             return self._totals[sampled[0]] + grows * (size / sampled[0] - 1) + self._held(layout)
-        place = next((place for place, each in enumerate(sampled) if each > size), len(sampled))
+        place = next((place for place, sample in enumerate(sampled) if sample > size), len(sampled))
         below, above = sampled[(place := min(max(place, 1), len(sampled) - 1)) - 1], sampled[place]
         slope = (self._totals[above] - self._totals[below]) / (above - below)
         return self._totals[below] + slope * (size - below) + self._held(layout)
@@ -153,16 +153,18 @@ class _Peaks:
 
 def _layouts(config: RunConfig, num_local: int) -> list[Layout]:
     """List a run's own layout, and those it may have instead; of equal ones the first is taken."""
-    own = Layout.of(config)
-    layouts = [own]
-    if own.strategy in ("fsdp2", "hsdp"):
+    current = Layout.of(config)
+    layouts = [current]
+    if current.strategy in ("fsdp2", "hsdp"):
         if config.trainer.num_nodes > 1:
-            layouts += [dataclasses.replace(own, strategy=each, shard_size=None) for each in ("hsdp", "fsdp2")]
-        layouts += [dataclasses.replace(each, accumulate_locally=not each.accumulate_locally) for each in layouts]
+            layouts += [
+                dataclasses.replace(current, strategy=strategy, shard_size=None) for strategy in ("hsdp", "fsdp2")
+            ]
+        layouts += [dataclasses.replace(layout, accumulate_locally=not layout.accumulate_locally) for layout in layouts]
     per_rank = config.training.batch_size // _num_ranks(config, num_local)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    found = [dataclasses.replace(each, micro_batch_size=size) for each in layouts for size in sizes]
-    return list(dict.fromkeys([own, *found]))
+    found = [dataclasses.replace(layout, micro_batch_size=size) for layout in layouts for size in sizes]
+    return list(dict.fromkeys([current, *found]))
 
 
 def _num_ranks(config: RunConfig, num_local: int) -> int:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from dmc.models.adapter import GateAdapter
 from dmc.models.gqa import merge_rows
@@ -168,16 +169,16 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()
 
+    @override
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
-        """See `Parallelism`."""
         if not isinstance(parameter, DTensor):
             return super().set_rows(parameter, rows, values)
         full = parameter.full_tensor().detach()
         full[rows] = torch.as_tensor(values).to(full)
         _set_full(parameter, full)
 
+    @override
     def tensors(self) -> dict[str, Any]:
-        """See `Parallelism`."""
         names = {value: name for name, value in weights_of(self.lightning_module.model).items()}
         tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value.detach() for value, name in names.items()}
         for optimizer in self.optimizers:
@@ -185,8 +186,8 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
                 tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in states.items()}
         return tensors
 
+    @override
     def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
-        """See `Parallelism`."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

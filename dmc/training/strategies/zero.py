@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from dmc.models.adapter import GateAdapter
 from dmc.models.gqa import merge_rows
@@ -91,23 +92,23 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         model.tie_weights()
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
 
+    @override
     def parallelize_teacher(self, model: Any, path: str) -> None:
-        """See `Parallelism`."""
         model.to(self.root_device)
         if self.precision == "bf16-mixed":
             model.to(torch.bfloat16)
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
 
+    @override
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:
-        """See `Parallelism`."""
         master = safe_get_full_fp32_param(parameter)  # DeepSpeed copies these over the weights after each step
         master[rows] = torch.as_tensor(values).to(master)
         self._set_master(parameter, master)
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_stage == 3):
             parameter.data[rows] = torch.as_tensor(values).to(parameter)
 
+    @override
     def gradient_norm(self, module: LightningModule) -> Tensor:
-        """See `Parallelism`."""
         engine: Any = module.trainer.model
         return torch.tensor(float(engine.get_global_grad_norm()) if engine.was_step_applied() else torch.inf)
 
@@ -124,6 +125,10 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
             if name in buffers:
                 buffer.data = buffers[name].to(buffer.device)
         self._zero.check_grad_overflow = True  # by itself DeepSpeed does not look in float32
+
+    def backward(self, closure_loss: Tensor, *args: Any, **options: Any) -> None:
+        """Make the gradient of a loss that is not finite so too: DeepSpeed skips a step by its gradient alone."""
+        super().backward(closure_loss * (1 + 0 * closure_loss.detach()), *args, **options)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -148,8 +153,8 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
             tensors |= {f"{OPTIMIZER}{name}.step": state["step"].to("cpu", copy=True) for state in states[:1]}
         return tensors
 
+    @override
     def set_tensors(self, read: Callable[[dict[str, Any]], None]) -> None:
-        """See `Parallelism`."""
         for weight in self._flat_weights()[0]:
             self._zero.optimizer.state[weight] = no_states(weight.detach())
         tensors = self.tensors()

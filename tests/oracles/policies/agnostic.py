@@ -44,7 +44,7 @@ class ExpectedAttention(Method):
             queries = queries[self.sinks :]
             mean = turn @ queries.mean(0)
             spread = turn @ torch.cov(queries.T, correction=0) @ turn.T * self.covariance
-            logits = [each.key @ mean * size**-0.5 + each.key @ spread @ each.key / (2 * size) for each in entries]
+            logits = [entry.key @ mean * size**-0.5 + entry.key @ spread @ entry.key / (2 * size) for entry in entries]
             expected += torch.stack(logits).softmax(0) / self.decoder.group
         norms = torch.stack([entry.value.norm() for entry in entries])
         return ((expected + self.epsilon) * norms).tolist()
@@ -94,9 +94,9 @@ class KVzip(Method):
             competing = [p in self.concerned or p < self.sinks or p >= self.prompt_length for p in range(len(keys))]
             for queries in self.decoder.rotate(self.queries_of(query, head), places):
                 rows = []
-                for number, each in enumerate(queries):
+                for number, vector in enumerate(queries):
                     seen = len(entries) + number + 1
-                    scores = keys[:seen] @ each * self.decoder.scaling
+                    scores = keys[:seen] @ vector * self.decoder.scaling
                     rows.append(scores.softmax(0) @ values[:seen])
                     among = scores.masked_fill(~torch.tensor(competing[:seen]), -math.inf).softmax(0)
                     for position in self.concerned:

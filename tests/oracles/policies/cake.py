@@ -26,11 +26,11 @@ class CAKE(Method):
             return
         num_candidates = self.prompt_length - self.window
         rows = [torch.cat(layer.weights)[:, -self.window :, :num_candidates] for layer in layers]
-        preferences = [preference(*entropy_and_variance(each), self.tau1, self.tau2) for each in rows]
+        preferences = [preference(*entropy_and_variance(row), self.tau1, self.tau2) for row in rows]
         self.counts = layer_budgets(preferences, capacity - self.window, num_candidates)
         for layer in layers:
             scores = [weights[:, -self.window :, :num_candidates] for weights in layer.weights]
-            self.evict(layer, [each.mean(1) + self.gamma * variance(each) for each in scores])
+            self.evict(layer, [score.mean(1) + self.gamma * variance(score) for score in scores])
 
     def after_step(self, layer):
         if len(layer.heads[0]) > self.counts[layer.index] + self.window:
@@ -66,12 +66,12 @@ def layer_budgets(preferences, average, cap):
     Shares of the preferences (equal if all are 0), truncated and capped. What is missing is spread evenly over the
     layers below the cap, the remainder to the first of them; again, until nothing is missing.
     """
-    total, whole = average * len(preferences), sum(preferences)
-    shares = [total * each / whole if whole else average for each in preferences]
+    total, weight = average * len(preferences), sum(preferences)
+    shares = [total * preference / weight if weight else average for preference in preferences]
     budgets = [min(int(share), cap) for share in shares]
     while missing := total - sum(budgets):
         below = [layer for layer, budget in enumerate(budgets) if budget < cap]
-        each, remainder = divmod(missing, len(below))
+        quota, remainder = divmod(missing, len(below))
         for rank, layer in enumerate(below):
-            budgets[layer] = min(budgets[layer] + each + (rank < remainder), cap)
+            budgets[layer] = min(budgets[layer] + quota + (rank < remainder), cap)
     return budgets

@@ -37,9 +37,9 @@ def share_out(weights, total, cap):
     while True:
         free = [index for index in range(len(weights)) if index not in capped]
         rest = total - cap * len(capped)
-        whole = sum(weights[index] for index in free)
+        weight = sum(weights[index] for index in free)
         shares = [
-            cap if index in capped else rest * weights[index] / whole if whole else rest / len(free)
+            cap if index in capped else rest * weights[index] / weight if weight else rest / len(free)
             for index in range(len(weights))
         ]
         above = {index for index in free if shares[index] > cap}

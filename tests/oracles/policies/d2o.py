@@ -52,7 +52,7 @@ class D2O(Method):
             spreads = [spread(torch.cat(layer.weights).sum(1), self.scaled) for layer in layers]
             share = capacity / self.prompt_length if "tokens" in self.budget else 1 / self.budget["ratio"]
             shares = clamped_shares(layer_weights(spreads, self.allocation), share)
-            self.sizes = [max(1, math.floor(each * self.prompt_length + 1e-9)) for each in shares]
+            self.sizes = [max(1, math.floor(share * self.prompt_length + 1e-9)) for share in shares]
         super().after_prompt(layers)
 
     def after_step(self, layer):
@@ -61,7 +61,7 @@ class D2O(Method):
             return
         kept, evicted = zip(*(self.split(entries, size) for entries in layer.heads), strict=True)
         similarities = [self.compare(*pair) for pair in zip(evicted, kept, strict=True)]  # [evicted, kept] of each head
-        mean = float(torch.stack([each.amax(-1) for each in similarities]).mean())
+        mean = float(torch.stack([similarity.amax(-1) for similarity in similarities]).mean())
         threshold = self.thresholds.get(layer.index)
         self.thresholds[layer.index] = mean if threshold is None else moving_average(threshold, mean, self.beta)
         for head, of_head in enumerate(similarities):
@@ -123,8 +123,8 @@ def layer_weights(spreads, allocation):
     exp(-l / layers), by the layer's index l alone.
     """
     weights = {
-        "variance": [math.exp(-each) for each in spreads],
-        "reciprocal": [1 / (each + 1e-6) for each in spreads],
+        "variance": [math.exp(-spread) for spread in spreads],
+        "reciprocal": [1 / (spread + 1e-6) for spread in spreads],
         "uniform": [1.0] * len(spreads),
         "exponential": [math.exp(-layer / len(spreads)) for layer in range(len(spreads))],
     }
@@ -145,9 +145,9 @@ def clamped_shares(weights, average):
             shares[layer] = SMALLEST_SHARE
         free = [layer for layer in free if layer not in below]
         rest = total - sum(share for layer, share in enumerate(shares) if layer not in free)
-        whole = sum(weights[layer] for layer in free)
+        weight = sum(weights[layer] for layer in free)
         for layer in free:
-            shares[layer] = rest * weights[layer] / whole
+            shares[layer] = rest * weights[layer] / weight
     return shares
 
 
@@ -159,4 +159,4 @@ def moving_average(threshold, mean, beta):
 def merge_weights(similarities):
     """Weights of a kept entry and of what it takes in, which sum to 1: exp(1) and exp(similarity), normalised."""
     exponentials = [math.e, *(math.exp(similarity) for similarity in similarities)]
-    return [each / sum(exponentials) for each in exponentials]
+    return [exponential / sum(exponentials) for exponential in exponentials]

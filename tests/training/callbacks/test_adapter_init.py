@@ -50,7 +50,7 @@ def dropping_loss(model, input_ids, layer, head):
         of_heads = [near if (module.layer_idx, query // 2) == (layer, head) else causal for query in range(6)]
         return args, kwargs | {"attention_mask": torch.stack(of_heads)[None]}
 
-    hooks = [each.self_attn.register_forward_pre_hook(narrow, with_kwargs=True) for each in model.model.layers]
+    hooks = [layer.self_attn.register_forward_pre_hook(narrow, with_kwargs=True) for layer in model.model.layers]
     with torch.no_grad():
         logits = model(input_ids, use_cache=False).logits[:, :-1]
         loss = float(F.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten()))
@@ -187,7 +187,7 @@ TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("compression", "training", "trainer", "told"),
+    ("compression", "training", "trainer", "message"),
     [
         ({"gate_input": "neuron"}, MEASURED, {}, "compression.gate_input=hidden"),
         ({"gate_input": "hidden", "decisions": "per_layer"}, MEASURED, {}, "decisions=per_head"),
@@ -200,9 +200,9 @@ TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
         (FITTED, {"stages": {}}, {}, r"stages is empty: give a stage a length, or"),
     ],
 )
-def test_a_start_that_cannot_be_is_refused(run_values, compression, training, trainer, told):
+def test_a_start_that_cannot_be_is_refused(run_values, compression, training, trainer, message):
     run_values["trainer"] |= trainer
     run_values["compression"] = compression
     run_values["training"] |= training
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         build_config(RunConfig, run_values)

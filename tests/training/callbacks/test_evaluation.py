@@ -36,12 +36,12 @@ def test_answers_are_scored_as_a_cache_decodes_them(gates, make_stock, make_comp
     draw = torch.Generator().manual_seed(0)
     lengths = (40, 23, 40, 31, 40, 23)
     prompts, after = [
-        [torch.randint(83, (length,), generator=draw).tolist() for length in each]
-        for each in (lengths, [2, 5, 2, 1, 2, 5])
+        [torch.randint(83, (length,), generator=draw).tolist() for length in lengths_of_one]
+        for lengths_of_one in (lengths, [2, 5, 2, 1, 2, 5])
     ]
     engine = Engine(model)
     params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-    right = [each.token_ids for each in engine.generate(prompts, params, progress=False, after=after)]
+    right = [generation.token_ids for generation in engine.generate(prompts, params, progress=False, after=after)]
     answers = [[*tokens[:-1], (tokens[-1] + 1) % 83] if number % 2 else tokens for number, tokens in enumerate(right)]
     samples = [
         Sample(prompt, answer, after=asked) for prompt, asked, answer in zip(prompts, after, answers, strict=True)
@@ -49,7 +49,9 @@ def test_answers_are_scored_as_a_cache_decodes_them(gates, make_stock, make_comp
     score = score_answers(model, samples, batch_size=2)
     scorings = engine.score_with_stats(prompts, answers, of_given_tokens, after)
     assert score.exact_match == 0.5
-    assert score.loss == pytest.approx(fmean(-float(each.logprobs.double().mean()) for each in scorings), abs=1e-4)
+    assert score.loss == pytest.approx(
+        fmean(-float(scoring.logprobs.double().mean()) for scoring in scorings), abs=1e-4
+    )
 
 
 STDLIB = {"_target_": "dmc.data.StandardLibrarySource"}
@@ -95,9 +97,9 @@ def test_curves_agree_with_the_exported_model_and_are_not_measured_again(evaluat
         ("recall", FactRecall(haystack=source, **RECALL)),
     ):
         results = task.evaluate(Engine(model, tokenizer), task.samples(tokenizer, len(tokenizer)))
-        loss = fmean(each.metrics["loss"] for each in results)
+        loss = fmean(result.metrics["loss"] for result in results)
         assert logged(run.folder, f"validation/{name}_loss")[8] == pytest.approx(loss, abs=1e-4)
-        assert logged(run.folder, f"validation/{name}")[8] == fmean(each.metrics["exact_match"] for each in results)
+        assert logged(run.folder, f"validation/{name}")[8] == fmean(result.metrics["exact_match"] for result in results)
 
 
 @pytest.mark.slow

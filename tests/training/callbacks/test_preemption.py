@@ -43,7 +43,7 @@ def test_each_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(r
 
     monkeypatch.setattr(Validation, "log_score", log_score)
     run_values["training"]["snapshot_ratios"] = [2.0]
-    whole = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole"))))
+    uninterrupted = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole"))))
     run_values["training"]["checkpoint_every_steps"] = 100
     handlers = {item: signal.getsignal(item) for item in SIGNALS}
     for number in sorted(SIGNALS):
@@ -54,7 +54,7 @@ def test_each_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(r
             train(config)
         assert {item: signal.getsignal(item) for item in SIGNALS} == handlers
         assert read_header(folder / "checkpoints" / step_name(4)).global_step == 4
-        assert logged_losses(train(config).folder) == logged_losses(whole.folder)
+        assert logged_losses(train(config).folder) == logged_losses(uninterrupted.folder)
         assert [json.loads(line)["step"] for line in (folder / "starts.jsonl").read_text().splitlines()] == [0, 4]
 
 

@@ -19,8 +19,8 @@ from dmc.training.run import train
 def clock(monkeypatch):
     """Let time pass only where a part of a run is told to take some."""
     now = [0.0]
-    for each in (throughput, module):
-        monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for timed in (throughput, module):
+        monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def takes(owner, name, seconds):
         plain = getattr(owner, name)

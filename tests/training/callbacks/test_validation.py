@@ -30,7 +30,7 @@ def test_history_outlives_a_restart_and_agrees_with_what_is_logged(run_values, m
     steps, held = read_ratios(folder / "heatmaps" / RATIOS_NAME)
     assert steps == [2, 4, 6, 8] and held.shape == (4, 2, 2)
     ratios = logged(folder, "validation/achieved_ratio")
-    assert [1 / float(each.mean()) for each in held] == pytest.approx([ratios[step] for step in steps], rel=1e-6)
+    assert [1 / float(slots.mean()) for slots in held] == pytest.approx([ratios[step] for step in steps], rel=1e-6)
     assert (folder / "heatmaps" / "evolution.png").stat().st_size > 0
 
 

@@ -45,8 +45,8 @@ def test_the_largest_micro_batch_that_fits_is_proposed():
         better = propose_settings(config, dataclasses.replace(alone, device=device))
         assert better.settings == [f"training.micro_batch_size={best}"]
         assert better.memory.total == totals[best] and better.passes == 32 // best
-        own = Layout("fsdp2", None, False, best).of_run(config)
-        assert propose_settings(own, dataclasses.replace(plan(own), device=device)) is None
+        proposed = Layout("fsdp2", None, False, best).of_run(config)
+        assert propose_settings(proposed, dataclasses.replace(plan(proposed), device=device)) is None
     assert "gathers a step instead of 32" in proposal_line(better, alone)
 
 

@@ -109,7 +109,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda each: next(iter(each)) if each else "")
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: next(iter(value)) if value else "")
 def test_plan_and_start_refuse_the_same_with_the_same_words_and_write_nothing(startable, changes, message):
     config = configured(startable, changes)
     said = []
