@@ -1,7 +1,4 @@
-"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 'batch_sizes=[1,8]' 'ratios=[1,4]'.
-
-A server of OpenAI's API under load: python scripts/benchmark.py server=http://127.0.0.1:8000 'load.rates=[1,4,null]'.
-"""
+"""Measure speed and memory: python scripts/benchmark.py prompt_length=8192 'batch_sizes=[1,8]' 'ratios=[1,4]'."""
 
 from __future__ import annotations
 

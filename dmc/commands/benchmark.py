@@ -1,11 +1,10 @@
-"""Speed and memory of a model's engine beside `generate()`, with the same weights; or a server under load."""
+"""Speed and memory of a model's engine beside `generate()`, with the same weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pandas
 import torch
 
 from dmc.compression import CompressionConfig
@@ -13,19 +12,12 @@ from dmc.config import build_config
 from dmc.models import load_model, retrofit
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
-from dmc.results.load import LoadConfig, run_load
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
 
 def benchmark(values: dict[str, Any]) -> str:
     """Measure what the settings name, and return the report."""
-    server, load = values.pop("server"), values.pop("load")
-    if server is not None:
-        path = Path(values["output"]) / "cells.jsonl"
-        rows = run_load(build_config(LoadConfig, {"server": server, **load}), lambda row: Store(path).append(row))
-        table = pandas.DataFrame({row["method"]: row["metrics"] for row in rows})
-        return str(table.to_string(float_format=lambda value: f"{value:.4g}"))
     config = build_config(BenchmarkConfig, values)
     folder, keys = Path(config.output), []
     for row in run_benchmark(config, *_models(config)):

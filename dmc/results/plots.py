@@ -262,36 +262,18 @@ def draw_speed(speeds: pandas.DataFrame, source: str = "") -> Plot:
     for name, ratio in zip(speeds["policy"], speeds["requested_ratio"], strict=True):
         if name.startswith("engine"):
             color[name] = FULL if ratio == 1 else FRONT if ratio == speeds["requested_ratio"].max() else DIM
-    points = speeds.assign(name=speeds["policy"], place=speeds["batch"].map("{:.0f}".format))
-    points = points.assign(latency=points["milliseconds"]).sort_values("batch")
-    return _draw_throughput(points, title, "Labels are batch sizes.", "time per output token (ms)", color)
-
-
-def draw_load(loads: pandas.DataFrame) -> Plot:
-    """Draw throughput over latency of servers under load; the points of a line are rates at which requests came.
-
-    Args:
-        loads: `name` (`full`: the full cache), `rate` (missing: saturated), `tokens_per_second`, `seconds`.
-    """
-    found = loads.groupby(["name", "rate"], dropna=False, as_index=False).median()
-    found["place"] = ["saturated" if pandas.isna(rate) else f"{rate:g}" for rate in found["rate"]]
-    color = {name: FULL if name == "full" else GATES for name in found["name"]}
-    points, title = found.assign(latency=found["seconds"]).sort_values("rate"), "Throughput over latency under load"
-    return _draw_throughput(points, title, "Labels are requests/s.", "95 % of requests end within (s)", color)
-
-
-def _draw_throughput(points: pandas.DataFrame, title: str, caption: str, x: str, color: dict[str, str]) -> Plot:
-    """Draw `tokens_per_second` over `latency` (on the axis `x`), a line for each `name`; `place` labels a point."""
-    with _plot(title, f"Up and to the left is better. {caption}") as plot:
-        for name, rows in points.groupby("name", sort=False):
-            spots = list(zip(rows["latency"], rows["tokens_per_second"], strict=True))
+    x = "time per output token (ms)"
+    with _plot(title, "Up and to the left is better. Labels are batch sizes.") as plot:
+        for name, rows in speeds.sort_values("batch").groupby("policy", sort=False):
+            spots = list(zip(rows["milliseconds"], rows["tokens_per_second"], strict=True))
+            places = rows["batch"].map("{:.0f}".format)
             plot.cover(spots)
             plot.axes.plot(*zip(*spots, strict=True), color=color[name], linewidth=1.6)
-            for place, spot in zip(rows["place"], spots, strict=True):
+            for place, spot in zip(places, spots, strict=True):
                 (mark,) = plot.axes.plot(*spot, "o", color=color[name], markersize=5.5, markeredgewidth=0)
                 plot.tip(mark, str(name), f"{name}, {place}: {spot[1]:,.1f} tokens/s, {x}: {spot[0]:,.4g}")
                 plot.labels.append((*spot, place, MUTED))
-            plot.labels[-1] = (*spots[-1], f"{name} ({rows['place'].iloc[-1]})", color[name])
+            plot.labels[-1] = (*spots[-1], f"{name} ({places.iloc[-1]})", color[name])
         plot.axes.margins(0.14)
         plot.axes.set(xlabel=x, ylabel="throughput (tokens/s)", xlim=(0, None), ylim=(0, None))
     return plot

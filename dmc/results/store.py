@@ -133,8 +133,7 @@ def with_unique_names(rows: Sequence[Row]) -> list[Row]:
         of_row = []
         for row in found:
             column = "benchmark" if kind == "task" and "benchmark" in row else kind
-            # the settings of loads are the points of one curve
-            values = {} if row["task"] == "load" and kind == "task" else _settings_of(kind, row)
+            values = _settings_of(kind, row)
             same_name = settings.setdefault(row[column], [])
             if values not in same_name:
                 same_name.append(values)

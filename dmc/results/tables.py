@@ -253,17 +253,6 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
     return texts_of(speeds, columns)
 
 
-def loads_of(rows: Sequence[Row]) -> pandas.DataFrame:
-    """Make one line of each load of a server at a rate, or at saturation (no rate)."""
-    found = [
-        (row["model"], (row.get("coordinates") or {}).get("rate"), row["metrics"]["tokens_per_second"],
-         row["metrics"]["request_seconds_p95"])
-        for row in rows
-        if row["task"] == "load" and "request_seconds_p95" in row.get("metrics", {})
-    ]  # fmt: skip
-    return pandas.DataFrame(found, columns=["name", "rate", "tokens_per_second", "seconds"]).astype({"rate": float})
-
-
 def problems_of(rows: Sequence[Row]) -> list[str]:
     """Describe rows without usable metrics, with the reasons, and truncated prompts."""
     problems = []

@@ -18,7 +18,7 @@ from dmc.results import plots
 from dmc.results.measurement import DONE, Row, to_frame
 from dmc.results.statistics import MARGIN, asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows, replace_file
-from dmc.results.tables import LEGEND, SPEEDS, all_tasks, loads_of, problems_of, result_table, speed_table, speeds_of
+from dmc.results.tables import LEGEND, SPEEDS, all_tasks, problems_of, result_table, speed_table, speeds_of
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
@@ -44,8 +44,6 @@ class Findings:
     """Of `statistics.beside_baselines`."""
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
-    loads: pandas.DataFrame
-    """Of `tables.loads_of`."""
     problems: list[str]
     """Of `tables.problems_of`."""
     sources: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +78,7 @@ def read_folders(
         source = _source(row)
         sources += [] if source in sources else [source]
         numbers[row["key"]] = sources.index(source) + 1
-    frame = to_frame(row for row in rows if row["status"] == DONE and row["task"] != "load")
+    frame = to_frame(row for row in rows if row["status"] == DONE)
     several = frame[~frame["learned"] & (frame["by"] == "")]["variant"].nunique() > 1
     summary = plots.name_methods(summarize(frame, reference), several)
     if len(summary):
@@ -91,7 +89,7 @@ def read_folders(
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     beside = beside_baselines(frame, reference)
-    return Findings(summary, places, beside, speeds, loads_of(rows), problems_of(rows), sources)
+    return Findings(summary, places, beside, speeds, problems_of(rows), sources)
 
 
 def _source(row: Row) -> dict[str, Any]:
@@ -149,8 +147,6 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
         yield "Speed", plots.draw_speed(lines, f" (source {source})")
-    if len(findings.loads):
-        yield "Speed", plots.draw_load(findings.loads)
     for (_, by, _), lines in findings.places.groupby(["task", "by", "metric"], sort=False):
         for plot in plots.draw_places(lines):
             yield SECTIONS.get(str(by), "What the cache holds"), plot

@@ -126,9 +126,9 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
                 buffer.data = buffers[name].to(buffer.device)
         self._zero.check_grad_overflow = True  # by itself DeepSpeed does not look in float32
 
-    def backward(self, closure_loss: Tensor, *args: Any, **options: Any) -> None:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Tensor:
         """Make the gradient of a loss that is not finite so too: DeepSpeed skips a step by its gradient alone."""
-        super().backward(closure_loss * (1 + 0 * closure_loss.detach()), *args, **options)
+        return super().backward(closure_loss * (1 + 0 * closure_loss.detach()), optimizer, *args, **options)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
