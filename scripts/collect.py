@@ -1,4 +1,4 @@
-"""Put the results of a sweep into one table and plot: python scripts/collect.py folder=outputs/sweep."""
+"""Put runs or a sweep into one table, and draw their curves: python scripts/collect.py folder=outputs/sweep."""
 
 from __future__ import annotations
 

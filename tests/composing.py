@@ -1,6 +1,7 @@
 """The repository's configurations, composed as the scripts compose them."""
 
 import copy
+import re
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -21,6 +22,21 @@ def names(group):
 def composed(*overrides):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return run_config(plain_values(compose("train", overrides=[*overrides])))
+
+
+def on_gpus():
+    """Return the experiments that say for which GPUs they are planned: their name, and what the plan then assumes.
+
+    That is the overrides of the devices, and the planner's device and its memory in GiB.
+    """
+    found = {}
+    for name in names("experiment"):
+        header = re.search(r"As planned for (.*) with (\d+) GB;", (CONFIGS / "experiment" / f"{name}.yaml").read_text())
+        if header is not None:
+            machine, memory = header[1], float(header[2])
+            devices = [] if machine.startswith("one RTX") else ["trainer.devices=8"]
+            found[name] = devices, {"device": re.search("H100|RTX 4090", machine)[0], "device_memory_gib": memory}
+    return found
 
 
 def changed(values, changes):

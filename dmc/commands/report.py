@@ -10,13 +10,17 @@ from pydantic import Field
 
 from dmc.config.settings import OutputFolder, checked_dataclass
 from dmc.files import read_mapping
+from dmc.results.curves import draw_curves, read_log
 from dmc.results.measurement import FULL, Row, new_row
 from dmc.results.report import read_folders, write_page
-from dmc.results.store import Store
+from dmc.results.store import Store, replace_file
 from dmc.results.tables import write_tables
 from dmc.training.callbacks.validation import RATIOS_NAME, read_ratios
 from dmc.training.model_folder import METRICS_NAME, is_of_last_step
-from dmc.training.record import CONFIG_NAME
+from dmc.training.record import CONFIG_NAME, read_config
+
+CURVES_NAME = "curves.png"
+"""Picture of a run's log, in its folder."""
 
 
 @checked_dataclass(frozen=True)
@@ -38,8 +42,13 @@ def report(config: ReportConfig) -> Path:
 
 
 def collect(folder: Path) -> str:
-    """Put the metrics of all runs in a folder into its store, and return tables of them."""
+    """Put the metrics of all runs in a folder into its store, draw each run's `curves.png`, and return tables."""
     rows, unfinished = read_runs(folder)
+    for run in _runs_in(folder):
+        gates, log = read_config(run).compression, read_log(run)
+        if len(log):
+            ratio = "decided_ratio" if gates is not None and gates.target_counts == "decided" else "achieved_ratio"
+            replace_file(run / CURVES_NAME, draw_curves(log, ratio))
     store = Store(folder / "cells.jsonl")
     for row in rows:
         store.append(row)
@@ -60,11 +69,8 @@ def read_runs(folder: Path) -> tuple[list[Row], list[str]]:
         FileNotFoundError: there is no run.
         ValueError: the ratios along a run are damaged.
     """
-    runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
-    if not runs:
-        raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
     rows, unfinished = [], []
-    for run in runs:
+    for run in _runs_in(folder):
         name = run.name if run == folder else str(run.relative_to(folder))
         models = [run / "final"] if _is_measured(run / "final") else []
         unfinished += [] if models else [name]
@@ -74,6 +80,13 @@ def read_runs(folder: Path) -> tuple[list[Row], list[str]]:
         if (path := run / "heatmaps" / RATIOS_NAME).is_file():
             rows.append(_row_along(name, path))
     return sorted(rows, key=lambda row: (row["requested_ratio"], row["model"])), unfinished
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    runs = sorted(path.parent for path in folder.rglob(CONFIG_NAME))
+    if not runs:
+        raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
+    return runs
 
 
 def _is_measured(final: Path) -> bool:

@@ -122,9 +122,20 @@ def test_llama_experiment_is_the_papers_recipe():
     assert training.stages["solidify"].final_fraction == 0.1
 
 
-@pytest.mark.parametrize(("name", "window"), [("qwen3_8b_dms8", 512), ("llama31_8b_dms8", 256)])
-def test_dms_of_an_8b_model_is_its_authors_recipe(name, window):
-    config = composed(f"experiment={name}")
+DMS = ["compression=dms_hidden", "training=dms", "compression.target_ratio=8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [
+        (["experiment=qwen3_8b_dms_cr8"], 512),
+        (["experiment=llama31_8b_cr4", *DMS], 256),
+        (["experiment=qwen3_0p6b_cr4", *DMS], 256),
+    ],
+    ids=str,
+)
+def test_dms_is_its_authors_recipe_beside_every_other(words, window):
+    config = composed(*words)
     plan = Plan(config.training, config.target_ratio, config.compression)
     assert [plan.at(100 * number).target_ratio for number in range(9)] == [*range(1, 9), 8]
     gates, training = config.compression, config.training
@@ -132,8 +143,19 @@ def test_dms_of_an_8b_model_is_its_authors_recipe(name, window):
     assert (gates.target_counts, training.distillation.direction, training.loss_average) == (
         "decided", "reverse", "token",
     )  # fmt: skip
-    assert training.gates_only and training.sequence_length == 8192 and config.trainer.strategy == "hsdp"
+    assert training.gates_only and training.sequence_length == 8192
     training.accumulation(config.trainer.devices * config.trainer.num_nodes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_0p6b_cr4", "llama32_1b_cr4", "llama31_8b_cr4"])
+def test_the_best_recipe_known_reaches_cr_4_in_300_steps_and_stays_there(name):
+    config = composed(f"experiment={name}")
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    assert [plan.at(step).target_ratio for step in (0, 100, 200, 300, 399)] == pytest.approx([1, 2, 3, 4, 4])
+    gates, training = config.compression, config.training
+    assert (plan.total_steps, training.tokens_per_step) == (400, 2**18)
+    assert (gates.action, gates.delay, gates.gate_input, gates.decision_scale) == ("drop", 256, "hidden", 40)
+    assert training.distillation.weight == 0.5 and training.ratio_control and training.sensitivity_init
 
 
 GATES = {

@@ -316,11 +316,11 @@ def smoke(slurm, settings, make_stock, tmp_path):
     texts = [path.read_text() for path in Path(settings[5].partition("=")[2]).parent.glob("*/*.txt")]
     train_tokenizer(texts, 300, tmp_path / "tokenizer").save_pretrained(model)
     run = [
-        "experiment=qwen3_8b_dms8", f"model={model}", "data=text_files",
+        "experiment=qwen3_8b_dms_cr8", f"model={model}", "data=text_files",
         *[setting for setting in settings if "text.name" in setting],
         f"data.cache_folder={tmp_path}/cache", "data.num_workers=1", "trainer.accelerator=cpu", "trainer.shard_size=2",
         "trainer.precision=32-true", "compression.delay=4", "training.sequence_length=64", "training.batch_size=4",
-        "training.validation_sequences=4", f"output_dir={tmp_path}/run",
+        "training.micro_batch_size=1", "training.validation_sequences=4", f"output_dir={tmp_path}/run",
     ]  # fmt: skip
 
     def submit(*changes):

@@ -88,10 +88,13 @@ class TrainingPlan:
     """Optimizer steps of the run."""
     utilization: float
     """Share of the device's peak that is assumed to be reached."""
+    flops_per_step: float
+    """Floating-point operations of an optimizer step, on all devices."""
+    step_seconds: float | None
+    """FLOPs of a step / (devices * peak * utilization); None: the device's peak is not known."""
+    hours: float | None
+    """Of all steps."""
     gpu_hours: float | None
-    """FLOPs of all tokens / (peak * utilization); None: the device's peak is not known."""
-    days: float | None
-    """Days on all devices."""
     disk: Disk
 
     def refuse_what_does_not_fit(self, config: RunConfig) -> None:
@@ -151,8 +154,10 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model is not None
     copies = 2 if reads_parts else num_local
     peak = peak_flops(device.name, "bf16" if stored == 2 else trainer.precision)
-    flops = run_flops_per_token(config, model) * sum(stage.tokens for stage in stages)
-    gpu_hours = None if peak is None else flops / (peak * planner.utilization) / 3600
+    flops_per_step = run_flops_per_token(config, model) * training.tokens_per_step
+    step_seconds = None if peak is None else flops_per_step / (num_devices * peak * planner.utilization)
+    steps = sum(stage.steps for stage in stages)
+    hours = None if step_seconds is None else step_seconds * steps / 3600
     return TrainingPlan(
         model=config.model or f"fresh {model.model_type}",
         num_weights=memory.num_weights,
@@ -168,10 +173,12 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         micro_batch_size=training.micro_batch_size,
         tokens_per_step=training.tokens_per_step,
         stages=stages,
-        steps=sum(stage.steps for stage in stages),
+        steps=steps,
         utilization=planner.utilization,
-        gpu_hours=gpu_hours,
-        days=None if gpu_hours is None else gpu_hours / num_devices / 24,
+        flops_per_step=flops_per_step,
+        step_seconds=step_seconds,
+        hours=hours,
+        gpu_hours=None if hours is None else hours * num_devices,
         disk=plan_disk(config, memory, stored, behind),
     )
 
@@ -234,10 +241,15 @@ def plan_table(plan: TrainingPlan) -> str:
         *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),
         f"  {'total':<12}{plan.steps:9,} steps {sum(stage.tokens for stage in plan.stages):19,} tokens",
     ]
-    if plan.gpu_hours is None or plan.days is None:
-        return "\n".join([*lines, f"time: not known, for the peak of {device.name} is not"])
-    assumed = f"at an assumed {plan.utilization:.0%} of the peak"
-    return "\n".join([*lines, f"time: {plan.gpu_hours:,.0f} GPU-hours, {plan.days:,.1f} days, {assumed}"])
+    time = f"time: {plan.flops_per_step:.2g} FLOPs a step; "
+    if plan.step_seconds is None:
+        time += f"the peak of {device.name} is not known"
+    else:
+        time += (
+            f"at {plan.utilization:.0%} of the peak (planner.utilization, an assumption) {plan.step_seconds:,.1f} s "
+        )
+        time += f"a step, {plan.hours:,.1f} hours, {plan.gpu_hours:,.0f} GPU-hours"
+    return "\n".join([*lines, time])
 
 
 def _disk_lines(disk: Disk) -> list[str]:

@@ -34,9 +34,11 @@ def shape_of(config):
         ("llama2_13b", 13_015_864_320),
         ("llama2_70b", 68_976_648_192),
         ("llama3_8b", 8_030_261_248),
+        ("llama32_1b", 1_235_814_400),
         ("mistral_7b", 7_248_023_552),
         ("qwen2_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
+        ("qwen3_0p6b", 596_049_920),
     ],
 )
 def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
@@ -203,8 +205,10 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
     matrices = 3 * (128 * 16 * (8 + 4) * 2 + 3 * 128 * 352) + 128 * 1024
     operations = tokens * (6 * matrices + 12 * 3 * 128 * 64)
     assert found.gpu_hours == pytest.approx(operations / (312e12 * 0.5) / 3600)
-    assert found.days == pytest.approx(found.gpu_hours / 8 / 24)
-    assert "GPU-hours" in plan_table(found)
+    assert found.hours == pytest.approx(found.gpu_hours / 8)
+    assert found.step_seconds == pytest.approx(found.hours * 3600 / 7)
+    line = plan_table(found).splitlines()[-1]
+    assert line.startswith(f"time: {operations / 7:.2g} FLOPs a step; at 50% of the peak") and "GPU-hours" in line
     assert [(stage.name, stage.steps) for stage in found.stages] == [("zero_out", 2), ("retrofit", 5)]
     assert sum(stage.tokens for stage in found.stages) == tokens
 
@@ -260,10 +264,10 @@ def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(
 
 def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=llama31_8b_dms8", "planner.device=H100", "planner.device_memory_gib=80"]
+    words = ["experiment=qwen3_8b_dms_cr8", "planner.device=H100", "planner.device_memory_gib=80"]
     assert run_script("train.py", *words, "plan=json") == ""
     found = json.loads(capsys.readouterr().out)
-    assert found["num_weights"] == 8_030_261_248 + 32 * 8 * 2 * (4096 + 1)  # with the adapter of each KV head
+    assert found["num_weights"] == 8_190_735_360 + 36 * 8 * 2 * (4096 + 1)  # with the adapter of each KV head
     assert found["micro_batches"] * found["micro_batch_size"] * found["data_parallel_size"] == 32
     assert found["memory"]["total"] < 80 * GIB
     assert list(tmp_path.iterdir()) == []

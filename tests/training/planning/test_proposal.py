@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from composing import ALIKE, composed, names, opening
+from composing import ALIKE, composed, on_gpus
 from planned import gpus, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,16 +13,15 @@ from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.planner import GIB, plan_training, proposal_line, propose_settings
 from dmc.training.planning.proposal import HEADROOM, Layout, propose
 
-ON_GPUS = [name for name in names("experiment") if name.startswith("llama") and "train.py" in opening(name)[1]]
-H100 = PlannerConfig(device="NVIDIA H100 80GB HBM3", device_memory_gib=80.0)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ON_GPUS if name not in ALIKE])
+@pytest.mark.parametrize("name", sorted(on_gpus().keys() - ALIKE))
 def test_every_experiment_has_the_settings_that_its_plan_proposes(name):
-    config = composed(f"experiment={name}", "trainer.devices=8")
-    found = plan_training(config, H100)
-    assert found.memory.total <= (1 - HEADROOM) * 80 * GIB
+    devices, assumed = on_gpus()[name]
+    config = composed(f"experiment={name}", *devices)
+    found = plan_training(config, PlannerConfig(**assumed))
+    assert found.memory.total <= (1 - HEADROOM) * assumed["device_memory_gib"] * GIB
+    assert found.step_seconds > 0
     better = propose_settings(config, found)
     assert better is None, proposal_line(better, found)
 
