@@ -65,7 +65,8 @@ def test_every_option_composes():
     groups = ("compression", "base", "trainer", "logger", "callbacks", "debug")
     for options in zip_longest(*([f"{group}={name}" for name in names(group)] for group in groups)):
         composed(*filter(None, options), *(["training=pretrain"] if options[0] == "compression=none" else []))
-    needed = {"write_gate": "write_gate", "short_measured": "dmc_hidden", "regress": "dmc_hidden"}
+    hidden = dict.fromkeys(("short_measured", "retrofit_measured", "regress"), "dmc_hidden")
+    needed = {"write_gate": "write_gate", **hidden}
     for name in names("training"):
         composed(f"training={name}", "model=somewhere", f"compression={needed.get(name, 'dmc')}")
 
@@ -122,7 +123,7 @@ def test_llama_experiment_is_the_papers_recipe():
     assert training.stages["solidify"].final_fraction == 0.1
 
 
-DMS = ["compression=dms_hidden", "training=dms", "compression.target_ratio=8"]
+DMS = ["compression=dms_hidden", "training=dms", "compression.target_ratio=8", "training.micro_batch_size=4"]
 
 
 @pytest.mark.parametrize(
