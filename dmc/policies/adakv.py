@@ -48,7 +48,7 @@ class AdaKV(SnapKV):
         if not self.official_blend:
             return keep_over_heads(entries, budget, self.alpha_f, window)
         floor = math.floor(self.alpha_f * (budget - window))
-        scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
+        scores = entries.in_order(entries.guarded(entries.observed).masked_fill(~entries.exists, -torch.inf))
         count = keep_pooled(scores, budget).sum(-1, keepdim=True) - window
         blended = ((1 - self.alpha_f) * count.double() + floor).round().long()  # half to even
         return entries.by_slot(keep_top(scores, window + blended))

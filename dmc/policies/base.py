@@ -77,6 +77,8 @@ class Entries:
     """At the end of a prompt: what the policy's `gather` returned for its queries."""
     observed: Tensor | None = None
     """What the policy's `observe` returned when the prompt ended, [S, H, N]."""
+    protected: Tensor | None = None
+    """Whether an entry stays whatever its score is, bool [S, H, N]; None: none does."""
     nth_newest: Callable[[Tensor, Tensor], Tensor] = nth_newest
     """The backend's kernel of that name."""
 
@@ -116,6 +118,10 @@ class Entries:
         """Slots from the oldest entry to the youngest, then those beyond the length, int64 [S, H, N]."""
         return oldest_first(self.exists, self.positions)
 
+    def guarded(self, scores: Tensor) -> Tensor:
+        """Raise the scores of protected entries above all others, those at +inf included, [S, H, N]."""
+        return scores if self.protected is None else above_all(scores, self.protected)
+
     def in_order(self, numbers: Tensor) -> Tensor:
         """Reorder numbers of entries, [S, H, N], from the oldest entry to the youngest."""
         return numbers.gather(-1, self.order)
@@ -139,6 +145,11 @@ class Entries:
 def oldest_first(chosen: Tensor, positions: Tensor) -> Tensor:
     """Return each head's slots, the chosen ones first, oldest first; [S, H, N] -> int64 [S, H, N]."""
     return positions.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+
+
+def above_all(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Raise the chosen scores to +inf, and lower others that are there to the highest number."""
+    return scores.clamp_max(torch.finfo(scores.dtype).max).masked_fill(chosen, torch.inf)
 
 
 @dataclass

@@ -20,12 +20,13 @@ from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
 from dmc.policies.budgets import keep_top, within
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.protection import Protection, Protector, split_positions
 
 POWERS = {"mass": 1, "squares": 2}
 """Power of the attention that each sum accumulates."""
 
 
-class EvictionPolicy(CachePolicy):
+class EvictionPolicy(Protection, CachePolicy):
     """Keeps the entries with the highest scores: score x layer budget x head budget x fate of evicted entries.
 
     A method is a frozen dataclass that declares its inputs (the class variables) and overrides `scores`; by default
@@ -66,8 +67,8 @@ class EvictionPolicy(CachePolicy):
 
     @property
     def serves_compressed(self) -> bool:
-        """See `CachePolicy`: prompts alone, and without sums over tokens that the gates may have merged."""
-        return not self.evicts_decoding and not self.sums
+        """See `CachePolicy`: prompts alone, without sums over or bounds of tokens, which gates may have merged."""
+        return not self.evicts_decoding and not self.sums and not self.protect
 
     @property
     def serves_8_bit(self) -> bool:
@@ -138,7 +139,7 @@ class EvictionPolicy(CachePolicy):
 
     def keep(self, entries: Entries, budget: int) -> Tensor:
         """Choose the entries that stay when a prompt ends, bool [S, H, N]; default: each head's highest scores."""
-        scores = self.scores(entries, budget).masked_fill(~entries.exists, -torch.inf)
+        scores = entries.guarded(self.scores(entries, budget)).masked_fill(~entries.exists, -torch.inf)
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
     def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
@@ -177,7 +178,7 @@ class Eviction(CacheAttention):
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
         super().__init__(cache, backend)
-        self.policy, self._rotary = policy, rotary
+        self.policy, self._rotary, self._protector = policy, rotary, Protector(policy, self)
         self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
         self._has_positions = cache.layout.compression is None
         self._prompts: dict[tuple[int, int], PromptState] = {}  # by layer and row
@@ -194,6 +195,7 @@ class Eviction(CacheAttention):
                 self._seen[row] = self._seen.get(row, []) if layer_index > 0 else []
         if layer_index == 0 and (rows := [r for r, p in zip(batch.rows, batch.phases, strict=True) if Phase.LAST in p]):
             self._lengths = dict(zip(rows, self.cache.lengths[:, rows].transpose(0, 1).tolist(), strict=True))
+            self._protector.rank(rows, batch)
         seen = self.append(layer_index, batch, tokens)
         if self._has_positions:
             self._write_metadata(layer_index, batch, tokens.value)
@@ -266,7 +268,7 @@ class Eviction(CacheAttention):
             entries.last_attention = self.backend.add_attention(layer, rows, scores, self._powers, self._longest)
         limits = self._limits[layer_index]
         slots = self.backend.eviction_candidate(
-            policy.scores(entries, limits), entries.positions, entries.lengths, limits
+            entries.guarded(policy.scores(entries, limits)), entries.positions, entries.lengths, limits
         )
         if policy.merges:
             self._rewrite(entries, rows, policy.merge(entries, entries.slots == slots[..., None]))
@@ -285,13 +287,16 @@ class Eviction(CacheAttention):
         """Compress a layer whose prompt has ended, together with earlier ones if the policy weights layers."""
         policy, num_layers = self.policy, self.cache.layout.num_layers
         limit = self._set_limit(layer_index, row, tokens_seen)
-        if tokens_seen <= limit:
+        if tokens_seen <= limit and not policy.protect:
             return
         layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
         length = self._length(layer_index, row, tokens_seen)
         if length == 0:  # delayed gates hold back all tokens
             return
         entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
+        if tokens_seen <= limit:
+            self._protector.protect(layer, entries, row, limit)
+            return
         if (window := state.window) is not None:
             slots = (entries.lengths[..., None] + torch.arange(1 - window.shape[1], 1, device=rows.device)).clamp_min(1)
             (entries.window_attention,) = attention_probabilities(window[None], layer, rows, slots, scaling, length)
@@ -308,6 +313,7 @@ class Eviction(CacheAttention):
             budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
             if self.cache.layout.compression is None or min(budgets) < max(budgets):
                 budgets = within(budgets, held)  # equal budgets do not compensate for layers that gates left small
+            self._protector.protect(layer, entries, row, budgets[layer_index])
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
             budgets = policy.layer_budgets([layer.weight for layer in seen], limit, num_layers, tokens_seen)
@@ -315,6 +321,7 @@ class Eviction(CacheAttention):
                 num_entries = self._length(index, row, tokens_seen)
                 earlier = self._entries(index, rows, entries.tokens_seen, num_entries)
                 earlier.limit = limit
+                self._protector.protect(self.cache.layer(index), earlier, row, budget)
                 self._compress(earlier, rows, budget, seen[index])
         if layer_index == num_layers - 1:
             del self._seen[row]
@@ -382,6 +389,7 @@ class Eviction(CacheAttention):
             slots = torch.arange(num_entries, dtype=torch.int32, device=rows.device)
             return slots.where(slots < lengths[..., None], -1)
 
+        positions, protected = split_positions(read_positions()) if self.policy.protect else (None, None)
         return Entries(
             layer_index=layer_index,
             num_layers=self.cache.layout.num_layers,
@@ -390,7 +398,8 @@ class Eviction(CacheAttention):
             tokens_seen=tokens_seen,
             memory=fields["memory"][layer_index, rows] if "memory" in fields else torch.empty(0),
             nominal=fields["nominal"][layer_index, rows].long(),
-            read_positions=read_positions,
+            read_positions=read_positions if positions is None else lambda: positions,
+            protected=protected,
             read_sums=lambda: dict(zip(sums, self.backend.read_metadata(layer, rows, sums, num_entries), strict=True)),
             read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),

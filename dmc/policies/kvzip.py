@@ -19,7 +19,7 @@ from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
-from dmc.policies.base import Sum
+from dmc.policies.base import Sum, above_all
 from dmc.policies.budgets import keep_top
 from dmc.policies.eviction import Eviction, EvictionPolicy, PromptState
 from dmc.policies.layer_attention import Cache, RotaryTables
@@ -65,10 +65,11 @@ class KVzip(EvictionPolicy):
 
     @override
     def tokenized(self, tokenizer: Any) -> KVzip:
+        policy = super().tokenized(tokenizer)
         if not isinstance(self.instruction, str):
-            return self
+            return policy
         ids = [] if tokenizer is None else tokenizer(self.instruction, add_special_tokens=False)["input_ids"]
-        return dataclasses.replace(self, instruction=tuple(ids))
+        return dataclasses.replace(policy, instruction=tuple(ids))
 
     @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Reconstruction:
@@ -102,7 +103,7 @@ class Reconstruction(Eviction):
                 repetition = Repetition(cache, self.backend, rows, range(begin, end), policy.sinks)
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
             scored[:, row] = num_tokens
-            scores = [self._scores(layer, rows) for layer in layers]
+            scores = [self._scores(layer, rows, row, limit) for layer in layers]
             keep = keep_top(
                 torch.cat([of_layer.flatten() for of_layer in scores]), limit * cache.lengths[:, row].numel()
             )
@@ -110,12 +111,15 @@ class Reconstruction(Eviction):
             for layer, kept, of_layer in zip(layers, keep.split(counts), scores, strict=True):
                 self.backend.compact(layer, rows, kept.view_as(of_layer))
 
-    def _scores(self, layer: LayerCache, rows: Tensor) -> Tensor:
+    def _scores(self, layer: LayerCache, rows: Tensor, row: int, limit: int) -> Tensor:
         """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""
         positions, scores = self.backend.read_metadata(
             layer, rows, ["position", "score"], int(layer.lengths[rows].max())
         )
-        return scores.masked_fill(positions < self.policy.sinks, torch.inf).masked_fill(positions < 0, -torch.inf)
+        scores = scores.masked_fill(positions < self.policy.sinks, torch.inf)
+        if self.policy.protect:
+            scores = above_all(scores, self._protector.chosen(row, positions, limit))
+        return scores.masked_fill(positions < 0, -torch.inf)
 
 
 @dataclass

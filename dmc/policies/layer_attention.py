@@ -59,6 +59,8 @@ class CacheAttention:
         self.cache, self.backend = cache, backend
         self.tokens: dict[int, list[int]] = {}
         """Token ids of each sequence in a pass, by cache row: at least up to those of the pass."""
+        self.prompts: dict[int, list[tuple[int, int]]] = {}
+        """Begin and end of their prompts, one for each turn; those of later turns may be among them."""
 
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         """Run attention in one layer; sequences with one token go through the kernels of a decode step.

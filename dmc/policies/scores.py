@@ -66,5 +66,5 @@ def keep_over_heads(entries: Entries, budget: int, share: float, num_safe: int) 
         num_safe: entries of a head that are at +inf.
     """
     assert entries.observed is not None
-    scores = entries.in_order(entries.observed.masked_fill(~entries.exists, -torch.inf))
+    scores = entries.in_order(entries.guarded(entries.observed).masked_fill(~entries.exists, -torch.inf))
     return entries.by_slot(keep_pooled(scores, budget, num_safe + math.floor(share * (budget - num_safe))))

@@ -37,6 +37,10 @@ class StreamingLLM(LocalWindow):
     rerotate: bool = False
     """Whether a generated token sees the sinks at the positions right before the last entries, as in the paper."""
 
+    def __post_init__(self) -> None:
+        if self.rerotate and self.protect:
+            raise ValueError(f"protect={self.protect}: rerotate=True gives new positions to the sinks alone")
+
     @property
     @override
     def merges(self) -> bool:  # type: ignore[override]

@@ -276,7 +276,7 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
     ours, theirs = list[Any](), list[Any]()
     for index, entry in enumerate(config.tasks):
         if isinstance(entry, str):
-            is_ours = entry in known
+            is_ours = entry.partition("+")[0] in known
             if not is_ours and entry not in selections and difflib.get_close_matches(entry, known, cutoff=0.8):
                 # at once: lm-eval's own list takes ten seconds
                 raise ValueError(f"tasks[{index}]={entry!r} is not in configs/task; {suggest(entry, known)}")
@@ -315,8 +315,9 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
     """Look up settings by name.
 
     Args:
-        entries: names of YAML files in `folder`, or mappings: `{name: mine, _target_: my_module.MyPolicy, ...}` for
-            something new, `{name: mine, like: h2o, ...}` for a file of the folder with other options.
+        entries: names of YAML files in `folder`, with options, `h2o+protect=0.1`, or without; or mappings:
+            `{name: mine, _target_: my_module.MyPolicy, ...}` for something new, `{name: mine, like: h2o, ...}` for a
+            file of the folder with other options.
         folder: folder of the files.
         setting: name of the setting, for messages.
     Returns:
@@ -327,7 +328,10 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
     found: dict[str, dict[str, Any]] = {}
     for index, entry in enumerate(entries):
         where = f"{setting}[{index}]"
-        given = {"name": entry, "like": entry} if isinstance(entry, str) else entry
+        given = entry
+        if isinstance(entry, str):
+            like, *options = entry.split("+")
+            given = {"name": entry, "like": like, **OmegaConf.to_object(OmegaConf.from_dotlist(options))}
         if not isinstance(given, dict) or "name" not in given or ("like" in given) == ("_target_" in given):
             raise ValueError(f"{where}={entry!r}: expected a name, or a mapping with name and either _target_ or like")
         settings = _read(given["like"], folder, where) if "like" in given else {}

@@ -14,6 +14,7 @@ from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.pages import gather_pages
+from dmc.policies.protection import split_positions
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.field_store import FieldStore
 from dmc.runtime.slow_pool import CopyStream, SlowPool
@@ -369,7 +370,8 @@ class PagedCache:
             raise ValueError("held tokens are recorded only for a stock model with an evicting policy such as H2O")
         held = []
         for table, lengths in zip(self.block_tables[:, row], self.lengths[:, row].tolist(), strict=True):
-            positions = gather_pages(self.fields["position"], table[None], max(lengths))[0].long().cpu()
+            stored = gather_pages(self.fields["position"], table[None], max(lengths))[0]
+            positions = split_positions(stored)[0].long().cpu()
             held.append([head[:length].sort().values for head, length in zip(positions, lengths, strict=True)])
         return held
 

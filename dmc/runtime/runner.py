@@ -238,6 +238,7 @@ class Runner:
         begins = [chunk.sequence.num_computed_tokens for chunk in chunks]
         self.cache.reserve(rows, counts)
         self._attention.tokens = {chunk.sequence.row or 0: chunk.sequence.tokens for chunk in chunks}
+        self._attention.prompts = {chunk.sequence.row or 0: chunk.sequence.prompts for chunk in chunks}
         packed: Tensor | None = None
         if self._decode_steps is not None and self.is_recorded(chunks):
             self.cache.tally.watch([], [])

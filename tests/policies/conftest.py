@@ -31,14 +31,7 @@ def group(request):
 
 def positions_held(cache, row):
     """Read the position of every entry, by layer and KV head, in ascending order."""
-    pages = cache.fields["position"]
-    return [
-        [
-            sorted(pages[table.long()].flatten()[: int(length)].tolist())
-            for table, length in zip(cache.block_tables[layer, row], cache.lengths[layer, row], strict=True)
-        ]
-        for layer in range(cache.layout.num_layers)
-    ]
+    return [[head.tolist() for head in heads] for heads in cache.positions_held(row)]
 
 
 def serve(model, policy, prompts, continuations, **options):

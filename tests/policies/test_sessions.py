@@ -21,13 +21,14 @@ POLICIES = [
     policies.CaM(budget=HALF),
     policies.D2O(budget=HALF),
     policies.LAVa(budget=HALF, window=4),
+    policies.H2O(budget=Budget(tokens=14), protect=0.2),
 ]
 ANSWER = SamplingParams(max_new_tokens=9, temperature=0)
 SHORT_ANSWER = SamplingParams(max_new_tokens=3, temperature=0)
 LENGTHS = (30, 7, 21)
 
 
-@pytest.fixture(params=POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.fixture(params=POLICIES, ids=lambda policy: type(policy).__name__ + ", protected" * bool(policy.protect))
 def policy(request):
     return request.param
 

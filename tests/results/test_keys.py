@@ -54,6 +54,14 @@ def test_a_cell_is_called_by_model_policy_budget_task_and_seed(plan):
     ]  # fmt: skip
 
 
+def test_a_cell_is_called_by_the_options_behind_its_names(plan):
+    cell, _ = plan(policies=["h2o+protect=0.1+recent=8"], budgets=[2], tasks=["needle+digits=3"])
+    assert cell.key == "base/h2o+protect=0.1+recent=8/2/needle+digits=3/seed0"
+    assert (cell.method.build().protect, cell.method.build().recent, cell.task.task.digits) == (0.1, 8, 3)
+    with pytest.raises(ValueError, match="unknown setting protet: did you mean 'protect'"):
+        plan(policies=["h2o+protet=0.1"])
+
+
 def load_nothing(model):
     raise AssertionError("a finished cell is not run again")
 

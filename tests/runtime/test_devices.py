@@ -17,6 +17,8 @@ PLAIN = [
 ]
 VARIANTS = [
     {"_target_": "dmc.policies.StreamingLLM", "sinks": 2, "rerotate": True},
+    {"_target_": "dmc.policies.H2O", "protect": 0.1, "bounds": [3]},
+    {"_target_": "dmc.policies.KVzip", "protect": 0.1, "bounds": [3]},
     {"_target_": "dmc.policies.OmniKV", "filter_layers": [0], "selector": "uniform"},
     {"_target_": "dmc.policies.OmniKV", "filter_layers": [0], "offload": True},
     {"_target_": "dmc.policies.InfLLM", "initial": 2, "local": 8, "block_size": 4, "chunk": 4},

@@ -8,7 +8,16 @@ from runtime.test_prefix_cache import count_fed
 from dmc import Engine, SamplingParams
 
 KINDS = ["full cache", "merge", "merge, exact, delay 1", "merge, delay 4", "query for the previous, drop, delay 5"]
-KINDS += ["fixed, window, delay 4", "H2O", "SnapKV", "StreamingLLM, rerotate", "D2O", "KVzip", "merge, SnapKV"]
+KINDS += [
+    "fixed, window, delay 4",
+    "H2O",
+    "H2O, protected",
+    "SnapKV",
+    "StreamingLLM, rerotate",
+    "D2O",
+    "KVzip",
+    "merge, SnapKV",
+]
 KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
 CLOSE = 1e-5

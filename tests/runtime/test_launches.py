@@ -196,9 +196,10 @@ HALF = Budget(ratio=2)
         ({}, None, 34, 4, 0, 1),
         ({"delay": 4}, None, 34, 5, 0, 1),
         (None, policies.H2O(budget=HALF), 42, 14, 0, 2),
+        (None, policies.H2O(budget=HALF, protect=0.1), 47, 14, 0, 2),
         (None, policies.TOVA(budget=HALF), 38, 12, 0, 2),
     ],
-    ids=["full cache", "gates", "delayed gates", "H2O", "TOVA"],
+    ids=["full cache", "gates", "delayed gates", "H2O", "H2O, protected", "TOVA"],
 )
 def test_a_decode_step_stays_within_its_budget(
     gates: dict | None,

@@ -42,6 +42,7 @@ POLICIES = {
     "StreamingLLM, rerotate": policies.StreamingLLM(budget=QUARTER, rerotate=True),
     "H2O": policies.H2O(budget=QUARTER),
     "H2O, tokens": policies.H2O(budget=Budget(tokens=17)),
+    "H2O, protected": policies.H2O(budget=QUARTER, protect=0.2, bounds=(3, 20)),
     "H2O, prompt only": policies.H2O(budget=QUARTER, evict_decoding=False),
     "TOVA": policies.TOVA(budget=QUARTER),
     "SnapKV": policies.SnapKV(budget=QUARTER),
@@ -59,6 +60,8 @@ POLICIES = {
     "Random": policies.Random(budget=QUARTER),
     "Marked": policies.Marked(budget=QUARTER, markers=[3, 20, 21, 60], behind=[1, 2]),
     "LAVa, tokens": policies.LAVa(budget=Budget(tokens=17)),
+    "D2O, tokens, protected": policies.D2O(budget=Budget(tokens=17), protect=0.25),
+    "LAVa, protected": policies.LAVa(budget=QUARTER, protect=0.2, bounds=(3, 20)),
 }
 BOTH = {
     "merge, SnapKV": ({}, policies.SnapKV(budget=QUARTER, window=3)),
@@ -203,7 +206,7 @@ def most_entries(policy, prompt_length, tokens_seen):
     return limit + tokens_seen - prompt_length
 
 
-SHORT = {"LAVa": 4, "LAVa, tokens": 4, "D2O": 4}
+SHORT = {"LAVa": 4, "LAVa, protected": 4, "LAVa, tokens": 4, "D2O": 4, "D2O, tokens, protected": 4}
 """Entries of all layers and heads, 2 of 2, that rounding shares down may cost."""
 
 

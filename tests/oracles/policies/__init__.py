@@ -22,7 +22,7 @@ READING = (OmniKV, Quest, InfLLM)
 METHODS = {method.__name__: method for method in EVICTING + READING}
 
 
-def run(model, method, prompt, continuation, budget, **options):
+def run(model, method, prompt, continuation, budget, protect=0.0, **options):
     """Teacher-force a continuation after a prompt with a compressed cache.
 
     Args:
@@ -31,6 +31,9 @@ def run(model, method, prompt, continuation, budget, **options):
         prompt: its token ids.
         continuation: token ids; prompt + continuation[:-1] is fed.
         budget: {"ratio": r} or {"tokens": n}, entries per KV head.
+        protect: share of the budget reserved at each end of the prompt.
         options: keywords of the method.
     """
-    return METHODS[method](budget, **options).run(Decoder(model), prompt, continuation)
+    oracle = METHODS[method](budget, **options)
+    oracle.protect = protect
+    return oracle.run(Decoder(model), prompt, continuation)

@@ -29,6 +29,7 @@ class ExpectedAttention(Method):
         sinks = min(self.sinks, capacity)
         for layer in layers:
             scores = [[math.inf] * sinks + self.scores(layer, head, sinks) for head in range(len(layer.heads))]
+            scores = [self.guarded(row, layer.heads[0], capacity) for row in scores]
             floor = sinks + math.floor(self.alpha_f * (capacity - sinks))
             chosen = share_among_heads(scores, capacity * len(scores), floor)
             layer.heads = [
@@ -76,9 +77,9 @@ class KVzip(Method):
             self.decoder.feed(again, length, self.attend_again)
         flat = [
             math.inf if position < self.sinks else score
-            for heads in self.best
-            for scores in heads
-            for position, score in enumerate(scores)
+            for layer, heads in zip(layers, self.best, strict=True)
+            for entries, scores in zip(layer.heads, heads, strict=True)
+            for position, score in enumerate(self.guarded(scores, entries, capacity))
         ]
         kept = set(highest(flat, capacity * sum(len(heads) for heads in self.best)))
         order = iter(range(len(flat)))

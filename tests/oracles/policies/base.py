@@ -60,6 +60,8 @@ class Trace:
 class Method:
     """Keeps everything; the methods say otherwise in `after_prompt`, `after_step` and `read`."""
 
+    protect = 0.0
+
     def __init__(self, budget):
         self.budget = budget
         self.num_seen = 0
@@ -71,6 +73,19 @@ class Method:
         if self.budget["ratio"] <= 1:
             return 10**9
         return max(1, math.floor(num_tokens / self.budget["ratio"]))
+
+    def protected(self, entries, budget):
+        """Indices of the entries that stay: the first and last of the prompt, for a budget when it ended."""
+        if not self.protect:
+            return set()
+        count = min(2 * max(1, math.floor(self.protect * budget)), budget // 2)
+        first, last = range(count - count // 2), range(self.prompt_length - count // 2, self.prompt_length)
+        return {number for number, entry in enumerate(entries) if entry.position in first or entry.position in last}
+
+    def guarded(self, scores, entries, budget):
+        """Scores of the first entries, infinite where they are protected."""
+        protected = self.protected(entries, budget)
+        return [math.inf if number in protected else score for number, score in enumerate(scores)]
 
     def run(self, decoder, prompt, continuation):
         self.decoder, self.prompt_length = decoder, len(prompt)
@@ -170,8 +185,9 @@ class GrowingMethod(Method):
         budget = self.limit(self.num_seen)
         for head, entries in enumerate(layer.heads):
             if len(entries) > budget:
-                layer.heads[head] = [entries[number] for number in self.keep(layer, head, budget)]
+                protected = self.protected(entries, self.limit(self.prompt_length))
+                layer.heads[head] = [entries[number] for number in self.keep(layer, head, budget, protected)]
 
-    def keep(self, layer, head, budget):
-        """Ascending indices of the `budget` entries that a KV head keeps."""
+    def keep(self, layer, head, budget, protected):
+        """Ascending indices of the `budget` entries that a KV head keeps, the protected ones among them."""
         raise NotImplementedError

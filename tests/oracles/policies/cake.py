@@ -3,7 +3,7 @@
 import torch
 
 from .base import Method
-from .choices import highest, pool, window_within
+from .choices import choose, pool, window_within
 
 
 class CAKE(Method):
@@ -41,8 +41,10 @@ class CAKE(Method):
         for head, entries in enumerate(layer.heads):
             pooled = [pool(row.tolist(), self.kernel_size, "avg") for row in scores[head]]
             means = torch.tensor(pooled, dtype=torch.float64).mean(0).tolist()
-            kept = highest(means, self.counts[layer.index])
-            layer.heads[head] = [entries[number] for number in kept] + entries[-self.window :]
+            budget, safe = self.counts[layer.index] + self.window, range(len(means), len(entries))
+            wanted = [*means, *(0 for _ in safe)]
+            kept = choose(wanted, budget, self.protected(entries, budget), safe)
+            layer.heads[head] = [entries[number] for number in kept]
 
 
 def variance(weights):

@@ -10,11 +10,21 @@ def highest(scores, count):
     return sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count])
 
 
-def heavy_and_recent(scores, heavy, recent, sinks=0):
+def choose(scores, count, protected, safe):
+    """Ascending indices of `count` entries: the protected, then the safe, the first of each first, then the highest."""
+
+    def preference(index):
+        if index in protected or index in safe:
+            return (0 if index in protected else 1), 0, index
+        return 2, -scores[index], index
+
+    return sorted(sorted(range(len(scores)), key=preference)[:count])
+
+
+def heavy_and_recent(scores, heavy, recent, sinks=0, protected=()):
     """Keep the last `recent` entries and `heavy` of those before: the first `sinks`, then the highest scores."""
-    border = len(scores) - recent
-    chosen = highest(scores[sinks:border], heavy - sinks)
-    return [*range(sinks), *(sinks + index for index in chosen), *range(border, len(scores))]
+    safe = {*range(sinks), *range(len(scores) - recent, len(scores))}
+    return choose(scores, heavy + recent, protected, safe)
 
 
 def pool(scores, kernel_size, pooling):

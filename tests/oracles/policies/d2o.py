@@ -73,7 +73,7 @@ class D2O(Method):
         sinks = max(0, min(self.sinks, size - 2))
         heavy = self.heavy_to_recent[0] * (size - sinks) // sum(self.heavy_to_recent)
         scores = [entry.mean_received for entry in entries]
-        kept = heavy_and_recent(scores, sinks + heavy, size - sinks - heavy, sinks)
+        kept = heavy_and_recent(scores, sinks + heavy, size - sinks - heavy, sinks, self.protected(entries, size))
         return [entries[number] for number in kept], [
             entry for number, entry in enumerate(entries) if number not in kept
         ]

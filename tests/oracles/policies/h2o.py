@@ -21,10 +21,10 @@ class H2O(GrowingMethod):
         received = entry.received.max() if self.reduce == "max" else entry.received.mean()
         return float(received) / (entry.num_queries if self.normalize else 1)
 
-    def keep(self, layer, head, budget):
+    def keep(self, layer, head, budget, protected):
         recent = -(-budget // 2) if self.recent is None else min(self.recent, budget)
         scores = [self.score(entry) for entry in layer.heads[head]]
-        return heavy_and_recent(scores, budget - recent, recent, min(self.num_sinks, budget - recent))
+        return heavy_and_recent(scores, budget - recent, recent, min(self.num_sinks, budget - recent), protected)
 
 
 class VATP(H2O):
@@ -50,8 +50,8 @@ class CaM(H2O):
         super().__init__(budget)
         self.m = m
 
-    def keep(self, layer, head, budget):
-        entries, kept = layer.heads[head], super().keep(layer, head, budget)
+    def keep(self, layer, head, budget, protected):
+        entries, kept = layer.heads[head], super().keep(layer, head, budget, protected)
         added = []
         for number in sorted(set(range(len(entries))) - set(kept)):
             targets = [entries[index] for index in kept if index > number][: self.m]

@@ -3,7 +3,7 @@
 import math
 
 from .choices import pool, share_out
-from .snapkv import WindowMethod, pyramid_budgets, share_among_heads
+from .snapkv import WindowMethod, pyramid_budgets
 
 
 class LAVa(WindowMethod):
@@ -31,9 +31,9 @@ class LAVa(WindowMethod):
     def choose(self, layers, average):
         scores = [self.scores(layer) for layer in layers]
         chosen = []
-        for of_heads, count in zip(scores, self.count(scores, average), strict=True):
+        for layer, of_heads, count in zip(layers, scores, self.count(scores, average), strict=True):
             floor = count if self.head_budget == "equal" else math.floor(self.floor * count)
-            chosen.append(share_among_heads(of_heads, count * len(of_heads), floor))
+            chosen.append(self.over_heads(layer, of_heads, count, floor))
         return chosen
 
     def count(self, scores, average):

@@ -3,7 +3,7 @@
 import math
 
 from .base import GrowingMethod
-from .choices import highest
+from .choices import choose, highest
 
 
 class RoCo(GrowingMethod):
@@ -17,7 +17,7 @@ class RoCo(GrowingMethod):
         super().__init__(budget)
         self.recent_ratio = recent_ratio
 
-    def keep(self, layer, head, budget):
+    def keep(self, layer, head, budget, protected):
         entries = layer.heads[head]
         moments = [
             mean_and_deviation(entry.mean_received, float(entry.squared), entry.num_queries) for entry in entries
@@ -26,8 +26,7 @@ class RoCo(GrowingMethod):
         newest = len(entries) - min(10, num_safe)
         deviations = [math.inf if number >= newest else moments[number][1] for number in range(len(entries))]
         safe = highest(deviations, num_safe)
-        means = [-math.inf if number in safe else moments[number][0] for number in range(len(entries))]
-        return sorted([*safe, *highest(means, budget - num_safe)])
+        return choose([mean for mean, _ in moments], budget, protected, safe)
 
 
 def mean_and_deviation(total, total_of_squares, count):

@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from .base import Method
-from .choices import highest, pool, share_out, window_within
+from .choices import choose, highest, pool, share_out, window_within
 
 
 class WindowMethod(Method):
@@ -22,16 +22,26 @@ class WindowMethod(Method):
         self.window = window_within(self.window, capacity)
         self.num_candidates = self.prompt_length - self.window
         for layer, chosen in zip(layers, self.choose(layers, capacity - self.window), strict=True):
-            for head, candidates in enumerate(chosen):
-                kept = [*candidates, *range(self.num_candidates, self.prompt_length)]
+            for head, kept in enumerate(chosen):
                 layer.heads[head] = [layer.heads[head][number] for number in kept]
 
     def after_step(self, layer):
         """Hold the new entry too."""
 
     def choose(self, layers, average):
-        """Ascending indices of the candidates kept, for each layer and head; `average` per head outside the window."""
+        """Ascending indices of the entries kept, for each layer and head; `average` per head outside the window."""
         raise NotImplementedError
+
+    def with_window(self, layer, scores, count):
+        """Choose `count` candidates of a head, and the window."""
+        budget, safe = count + self.window, range(self.num_candidates, self.prompt_length)
+        return choose([*scores, *(0 for _ in safe)], budget, self.protected(layer.heads[0], budget), safe)
+
+    def over_heads(self, layer, scores, count, floor):
+        """Choose `count` candidates of each head on average, and the windows."""
+        scores = [self.guarded(row, layer.heads[0], count + self.window) for row in scores]
+        window = range(self.num_candidates, self.prompt_length)
+        return [[*kept, *window] for kept in share_among_heads(scores, count * len(scores), floor)]
 
     def scores(self, layer):
         """Pooled attention of the window, mean over the group and the window's queries, [kv_heads][candidates]."""
@@ -46,7 +56,7 @@ class SnapKV(WindowMethod):
         super().__init__(budget, window, kernel_size, pooling)
 
     def choose(self, layers, average):
-        return [[highest(scores, average) for scores in self.scores(layer)] for layer in layers]
+        return [[self.with_window(layer, scores, average) for scores in self.scores(layer)] for layer in layers]
 
 
 class PyramidKV(WindowMethod):
@@ -59,7 +69,7 @@ class PyramidKV(WindowMethod):
     def choose(self, layers, average):
         counts = pyramid_budgets(len(layers), average, self.num_candidates, self.beta, self.decay)
         return [
-            [highest(scores, count) for scores in self.scores(layer)]
+            [self.with_window(layer, scores, count) for scores in self.scores(layer)]
             for layer, count in zip(layers, counts, strict=True)
         ]
 
@@ -73,7 +83,7 @@ class AdaKV(WindowMethod):
 
     def choose(self, layers, average):
         floor = math.floor(self.alpha_f * average)
-        return [share_among_heads(self.scores(layer), average * len(layer.heads), floor) for layer in layers]
+        return [self.over_heads(layer, self.scores(layer), average, floor) for layer in layers]
 
 
 def pyramid_budgets(num_layers, average, num_candidates, beta=20, decay="linear"):

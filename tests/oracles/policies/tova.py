@@ -1,7 +1,7 @@
 """TOVA (arXiv:2401.06104): what the newest query attends to least leaves."""
 
 from .base import GrowingMethod
-from .choices import highest
+from .choices import choose
 
 
 class TOVA(GrowingMethod):
@@ -15,9 +15,7 @@ class TOVA(GrowingMethod):
         super().__init__(budget)
         self.per_head, self.protect_last = per_head, protect_last
 
-    def keep(self, layer, head, budget):
+    def keep(self, layer, head, budget, protected):
         rows = [layer.weights[head]] if self.per_head else layer.weights
         scores = (sum(row[:, -1].mean(0) for row in rows) / len(rows)).tolist()
-        if self.protect_last:
-            scores[-1] = float("inf")
-        return highest(scores, budget)
+        return choose(scores, budget, protected, {len(scores) - 1} if self.protect_last else ())

@@ -1,6 +1,7 @@
 """Local window and StreamingLLM (arXiv:2309.17453): the first T and the last b(n) - T entries."""
 
 from .base import GrowingMethod
+from .choices import choose
 
 
 class StreamingLLM(GrowingMethod):
@@ -14,8 +15,8 @@ class StreamingLLM(GrowingMethod):
         super().__init__(budget)
         self.sinks, self.rerotate = sinks, rerotate
 
-    def keep(self, layer, head, budget):
-        return sinks_and_last(len(layer.heads[head]), budget, self.sinks)
+    def keep(self, layer, head, budget, protected):
+        return sinks_and_last(len(layer.heads[head]), budget, self.sinks, protected)
 
     def place(self, layer):
         if not self.rerotate:
@@ -33,7 +34,6 @@ class LocalWindow(StreamingLLM):
         super().__init__(budget, sinks=0)
 
 
-def sinks_and_last(num_entries, budget, sinks):
+def sinks_and_last(num_entries, budget, sinks, protected=()):
     """Indices of the first min(sinks, budget - 1) entries and of the last ones, `budget` in all."""
-    first = min(sinks, budget - 1)
-    return [*range(first), *range(num_entries - budget + first, num_entries)]
+    return choose(range(num_entries), budget, protected, range(min(sinks, budget - 1)))
