@@ -20,7 +20,7 @@ from dmc.models.rotation import Rotation
 TABLE = (
     "Apertus", "Arcee", "BitNet", "Cohere", "Cwm", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Gemma", "Glm",
     "Glm4", "Glm4Moe", "Granite", "GraniteMoe", "GraniteMoeShared", "HYV3", "Helium", "HunYuanDenseV1", "HunYuanMoEV1",
-    "HyperCLOVAX", "Jais2", "Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Nemotron", "Olmo", "Olmo2",
+    "HyperCLOVAX", "Jais2", "Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo", "Olmo2",
     "Olmoe", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
 )  # fmt: skip
 """Names that begin the stock classes: `LlamaConfig`, `LlamaAttention`, `LlamaForCausalLM`."""

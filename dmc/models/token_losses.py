@@ -287,7 +287,7 @@ class TokenLossMixin:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
             args, targets = (ranks.chunk(input_ids, 1), *args[1:]), None if targets is None else ranks.chunk(targets, 1)
             kwargs = {"position_ids": ranks.chunk(positions, 1), **kwargs, "context_ranks": ranks}
-        balances = targets is not None and getattr(model.config, "output_router_logits", False)
+        balances = targets is not None and getattr(model.config, "output_router_logits", False) and self._balance
         output = model.model(*args, **kwargs, **({"output_router_logits": True} if balances else {}))
         hidden = output.last_hidden_state
         if (factor := logit_factor(model.config)) != 1:
@@ -305,16 +305,22 @@ class TokenLossMixin:
             router_logits: of each layer with experts, [B T of this rank, experts].
         """
         model: Any = self
-        stock = next(module for kind in type(self).__mro__ if hasattr(module := sys.modules[kind.__module__], BALANCE))
         every = tuple(self.context_ranks.all_gather(logits, 0) for logits in router_logits)
-        loss: Tensor = getattr(stock, BALANCE)(every, every[0].shape[-1], model.config.num_experts_per_tok)
+        loss: Tensor = self._balance(every, every[0].shape[-1], model.config.num_experts_per_tok)
         return model.config.router_aux_loss_coef * loss
+
+    @property
+    def _balance(self) -> Any:
+        """The family's function of router logits; None: it has none."""
+        modules = (sys.modules[kind.__module__] for kind in type(self).__mro__)
+        return next((module.load_balancing_loss_func for module in modules if hasattr(module, BALANCE)), None)
 
 
 def logit_factor(config: Any) -> float:
-    """Return the factor by which a family scales its logits, as Cohere and Granite do."""
+    """Return the factor by which a family scales its logits: Granite divides by what HyperCLOVA X multiplies with."""
+    scaling = getattr(config, "logits_scaling", None) or 1.0
     factor = getattr(config, "logit_scale", None) or 1.0
-    return float(factor / (getattr(config, "logits_scaling", None) or 1.0))
+    return float(factor * scaling if config.model_type.endswith("hyperclovax") else factor / scaling)
 
 
 def with_token_losses(model: Any) -> Any:

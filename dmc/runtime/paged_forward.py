@@ -68,9 +68,9 @@ class PagedForward:
         """Check, after the last layer, that all layers used the cache.
 
         Raises:
-            NotImplementedError: layers of a stock model did not use this cache.
+            NotImplementedError: layers did not use this cache.
         """
-        if self._rotary is None and self._num_attended < self.cache.layout.num_layers:
+        if self._num_attended < self.cache.layout.num_layers:
             raise NotImplementedError(
                 f"{self._num_attended} of the model's {self.cache.layout.num_layers} layers have asked the paged "
                 "cache; the others keep another state, or attend in a way of their own, which it does not serve"
@@ -80,6 +80,7 @@ class PagedForward:
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
         """See `CompressedCache.attend`; batch size 1, all sequences in one flat row."""
+        self._num_attended += 1
         batch = self.batch if tokens.rotates else self._unrotated
         compression = self.cache.layout.compression
         decisions = flat(tokens.decisions)
