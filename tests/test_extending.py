@@ -47,9 +47,9 @@ assert tokens(stock, kernels="foo").token_ids == expected and calls
 def test_a_family_is_a_line_and_a_backend_a_file(tmp_path):
     shutil.copytree(ROOT / "dmc", tmp_path / "dmc", ignore=shutil.ignore_patterns("__pycache__", "demo_models"))
     page = PAGES[ROOT / "docs" / "extending.md"]
-    line = re.search(r"`(Family\(.*?\),)`", page)[1]
+    line = re.search(r"`(\"\w+\",)`", page)[1]
     table = tmp_path / "dmc/models/families.py"
-    table.write_text(table.read_text().replace("TABLE = (\n", f"TABLE = (\n    {line}\n"))
+    table.write_text(table.read_text().replace(f" {line}", "").replace("TABLE = (\n", f"TABLE = (\n    {line}\n"))
     backend = page.split("## A kernel backend\n")[1]
     (tmp_path / "dmc/kernels/foo.py").write_text(re.search(r"```python\n(.*?)```", backend, flags=re.S)[1])
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -52,7 +52,8 @@ class CompressionConfig:
     window_size: Count | None = 12
     """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""
     neuron_index: StrictInt = -1
-    """Channel of query and key that carries importance and decision; the last pairs with RoPE's lowest frequency."""
+    """Channel of query and key that carries importance and decision, in an order in which channel i rotates with
+    i + D/2; the last does not rotate where only some do, else it is of the pair with RoPE's lowest frequency."""
     decision_offset: StrictFloat = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
     decision_scale: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1.0
@@ -178,6 +179,10 @@ class DecidedTokens:
     """Whether each token is merged (or dropped), bool [B, H, T]; the cache makes fixed decisions itself."""
     omega: Tensor
     """Importance > 0 of each token, float32 [B, H, T]."""
+    rotates: bool = True
+    """Whether the layer rotates queries and keys by their positions."""
+    query_scale: Tensor | None = None
+    """Factor on rotated queries, [D]; None: 1."""
 
 
 class GateTrace:

@@ -54,15 +54,18 @@ class Compressor:
         index = self.config.neuron_index
         return query * leader_scale(query.shape[1], self.head_dim, kv_heads, index, query, multiplier)[:, None]
 
-    def phase_out(self, query: Tensor, key: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
+    def phase_out(self, query: Tensor, key: Tensor, multiplier: float, channel: int) -> tuple[Tensor, Tensor]:
         """Scale the borrowed channels of projected queries and keys, [B, T, heads, D], by `multiplier` (eq. 13).
 
         Before any norm of the heads, for the channel is part of that: 0 is then the same as zeroed rows of the weights.
+        It is `channel` of the projections, which need not be in the order of `neuron_index`.
         """
         if self.neuron is not None:
-            scale = self.neuron_scale(multiplier, key)
+            scale = neuron_scale(self.head_dim, channel, multiplier, key)
             return query * scale, key * scale
-        return self.without_decision(query.transpose(1, 2), key.shape[2], multiplier).transpose(1, 2), key
+        if self.config.gate_input != "query":
+            return query, key
+        return query * leader_scale(query.shape[2], self.head_dim, key.shape[2], channel, query, multiplier), key
 
     def gate(
         self,

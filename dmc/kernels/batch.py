@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import itertools
@@ -206,6 +207,14 @@ class ForwardBatch:
             return cos, sin
         index = self.new_in_extended(missing // len(self.rows))
         return cos[index], sin[index]
+
+    def with_rotary(self, cos: Tensor, sin: Tensor) -> ForwardBatch:
+        """Return the same tokens with other rotary tables."""
+        other = copy.copy(self)
+        other.rotary = cos, sin
+        for made_of_tables in ("query_rotary", "by_count"):
+            other.__dict__.pop(made_of_tables, None)
+        return other
 
     def part(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
         """Take some sequences, in order; also return the indices of their tokens in this flat row, int64 [n]."""

@@ -1,15 +1,30 @@
-"""The one attention forward of every compressed model family: project, gate, pool, rotate, attend."""
+"""The one attention forward of every compressed model family: project, gate, pool, rotate, attend.
+
+What distinguishes families is read off the stock layer: its projections, its norms, its rotation.
+"""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmc.compression import CompressedCache, Compressor, DecidedTokens, GateMode, GateOutput, GateTrace, rotate
+from dmc.compression import (
+    CompressedCache,
+    CompressionConfig,
+    Compressor,
+    DecidedTokens,
+    GateMode,
+    GateOutput,
+    GateTrace,
+    rotate,
+)
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
+from dmc.models.rotation import Rotation
 from dmc.ranks import ALONE, Ranks
 
 THRESHOLDED = GateMode()
@@ -22,36 +37,118 @@ class CompressedAttentionMixin(nn.Module):
     cache's `attend`, which stores and attends as the decisions say.
     """
 
-    compressor: Compressor
-    gate_adapter: GateAdapter | None
-    layer_idx: int
-    head_dim: int
-    scaling: float
+    config: Any
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
+    qkv_proj: nn.Module
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
-    normalizes_heads: ClassVar[bool] = False
-    """Whether `q_norm` and `k_norm` normalize each head's queries and keys; the borrowed neuron is read after them."""
+    query_layernorm: Any
+    key_layernorm: Any
+    attn_sub_norm: nn.Module
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    modeling: ClassVar[ModuleType]
+    """Module of the stock layer, with the functions it calls."""
+    rotation: ClassVar[Rotation]
 
-    def project(self, hidden_states: Tensor, multiplier: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        compression = CompressionConfig.from_dict(config.compression)
+        self.compressor = Compressor(compression, self.head_dim)
+        self.gate_adapter = (
+            GateAdapter(config.hidden_size, config.num_key_value_heads) if compression.has_adapter else None
+        )
+        norm = getattr(self, "q_norm", None)
+        self.normalizes = norm is not None or hasattr(self, "query_layernorm")
+        self.normalizes_together = norm is not None and norm.weight.shape[-1] != self.head_dim
+        self.rotates = bool(getattr(self, "use_rope", True))
+
+    normalizes: bool
+    """Whether queries and keys are normalized; the borrowed neuron is read after that."""
+    normalizes_together: bool
+    """Whether one norm is over all heads together; else each head has its own."""
+    rotates: bool
+    """Whether queries and keys are rotated by their positions."""
+
+    def project(
+        self, hidden_states: Tensor, rotated: int, multiplier: float | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
 
         Args:
             hidden_states: input of the layer.
+            rotated: channels of a head that RoPE turns; all are returned in the order by halves, see `Rotation`.
             multiplier: factor on the borrowed neuron, before the norms (eq. 13); None: 1.
+            positions: of the tokens, [B or 1, T]; needed where queries are scaled by them.
         """
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape)
-        key = self.k_proj(hidden_states).view(shape)
-        value = self.v_proj(hidden_states).view(shape)
+        query, key, value = (states.unflatten(-1, (-1, self.head_dim)) for states in self._projected(hidden_states))
         if multiplier is not None:
-            query, key = self.compressor.phase_out(query, key, multiplier)
-        if self.normalizes_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
+            place = self.compressor.config.neuron_index
+            channel = self.rotation.channel(place, self.head_dim, rotated)
+            query, key = self.compressor.phase_out(query, key, multiplier, channel)
+        query, key = self._normalized(query, key)
+        if (bound := getattr(self.config, "clip_qkv", None)) is not None:
+            query, key, value = (states.clamp(-bound, bound) for states in (query, key, value))
+        query, key = self.rotation.by_halves(query, rotated), self.rotation.by_halves(key, rotated)
+        if self._position_beta is not None:
+            query = query * self._position_scale(positions).to(query.dtype)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        if (fused := getattr(self, "qkv_proj", None)) is None:
+            return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        projected = fused(hidden_states)
+        of_keys = projected.shape[-1] // (self.num_key_value_groups + 2)
+        return projected.split((projected.shape[-1] - 2 * of_keys, of_keys, of_keys), -1)
+
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize [B, T, heads, D]; of a norm behind RoPE all but its weights, which RoPE does not commute with."""
+        if not self.normalizes:
+            return query, key
+        if hasattr(self, "query_layernorm"):
+            query, key = (
+                F.rms_norm(states.float(), (self.head_dim,), eps=norm.variance_epsilon).to(states.dtype)
+                for states, norm in ((query, self.query_layernorm), (key, self.key_layernorm))
+            )
+            return query, key
+        if self.normalizes_together:
+            query, key = (
+                norm(states.flatten(-2)).view_as(states) for states, norm in ((query, self.q_norm), (key, self.k_norm))
+            )
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+    @property
+    def _position_beta(self) -> float | None:
+        """How fast queries grow with their positions, as Llama 4's."""
+        return (self.config.rope_parameters or {}).get("llama_4_scaling_beta")
+
+    def _position_scale(self, positions: Tensor | None) -> Tensor:
+        """Return the factor on queries at their positions, [B or 1, T, 1, 1], by the family's own function."""
+        scale: Tensor = self.modeling.get_llama_4_attn_scale(
+            positions, self._position_beta, self.config.rope_parameters["original_max_position_embeddings"]
+        )
+        return scale.transpose(1, 2)
+
+    @property
+    def query_scale(self) -> Tensor | None:
+        """Factor on rotated queries, [D], for the weights of both norms behind RoPE; None: there are none."""
+        return self.query_layernorm.weight * self.key_layernorm.weight if hasattr(self, "query_layernorm") else None
+
+    def rotate_query(self, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries, [B, H_q, T, D]."""
+        scale = self.query_scale
+        return rotate(query, cos, sin) if scale is None else rotate(query, cos, sin) * scale
+
+    def rotary_tables(self, rotary: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Turn the family's cos and sin, [B or 1, T, R], into this layer's in the order by halves, [B or 1, T, D]."""
+        cos, sin = self.rotation.tables(rotary, self.head_dim, dtype)
+        return (cos, sin) if self.rotates else (torch.ones_like(cos), torch.zeros_like(sin))
 
     def forward(
         self,
@@ -64,13 +161,14 @@ class CompressedAttentionMixin(nn.Module):
         gate_trace: GateTrace | None = None,
         documents: Documents | None = None,
         context_ranks: Ranks = ALONE,
+        position_ids: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Run the attention layer as its gates decide.
 
         Args:
             hidden_states: [B, T, hidden].
-            position_embeddings: cos and sin of the new tokens, [B or 1, T, D].
+            position_embeddings: the family's cos and sin of the new tokens, [B or 1, T, R].
             padding_mask: True at real tokens, [B, past + T]; None: no padding.
             past_key_values: cache of `generate`.
             paged_cache: cache of the engine, in the same role.
@@ -79,20 +177,25 @@ class CompressedAttentionMixin(nn.Module):
             documents: decisions and attention restart at each (without a cache only).
             context_ranks: processes that divide each sequence: hidden states are those of this one's tokens, all other
                 arguments those of whole sequences; between projections and output each has some heads of all tokens.
+            position_ids: [B or 1, T].
         """
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
-        projected = self.project(hidden_states, multiplier)
+        rotated = position_embeddings[0].shape[-1]
+        positions = None if position_ids is None else context_ranks.chunk(position_ids, 1)
+        projected = self.project(hidden_states, rotated, multiplier, positions)
+        rotary = self.rotary_tables(position_embeddings, hidden_states.dtype)
         query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected)
         adapted = None
         if self.gate_adapter is not None:
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
+            tokens.rotates, tokens.query_scale = self.rotates, self.query_scale
             attended = self.attend_cached(cache, tokens, padding_mask)
         elif multiplier is not None:
-            attended = self.attend_plain(query, key, value, position_embeddings, multiplier, documents)
+            attended = self.attend_plain(query, key, value, rotary, multiplier, documents)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -101,10 +204,12 @@ class CompressedAttentionMixin(nn.Module):
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
-            attended = self.attend_parallel(gated, value, position_embeddings, hidden, documents)
+            attended = self.attend_parallel(gated, value, rotary, hidden, documents)
         attended = context_ranks.all_to_all(attended, 2, 1)
-        output = self.o_proj(attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
-        return output, None
+        output = attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        if hasattr(self, "attn_sub_norm"):
+            output = self.attn_sub_norm(output)
+        return self.o_proj(output), None
 
     @torch.compiler.disable
     def attend_cached(self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None) -> Tensor:
@@ -142,7 +247,7 @@ class CompressedAttentionMixin(nn.Module):
         """
         scale = self.compressor.neuron_scale(multiplier, query)
         cos, sin = (table * scale for table in rotary)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = self.rotate_query(query, cos, sin), rotate(key, cos, sin)
         query = self.compressor.without_decision(query, key.shape[1], multiplier)
         return causal_attention(query, key, value, self.scaling, documents)
 
@@ -169,7 +274,7 @@ class CompressedAttentionMixin(nn.Module):
         scale = compressor.neuron_scale(0.0, value)
         cos, sin = (table * scale for table in rotary)
         stream_key, stream_value = compressor.pool(gated, value)
-        query = compressor.without_decision(rotate(gated.query, cos, sin), value.shape[1])
+        query = compressor.without_decision(self.rotate_query(gated.query, cos, sin), value.shape[1])
         is_raw = config.action == "drop" or not config.delay
         return delayed_masked_attention(
             query,

@@ -71,9 +71,21 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
     tied = {name: weights[source] for name, source in ties.items() if source in weights}
     model.load_state_dict(tied | weights, assign=True)
     model.tie_weights()
-    device = next(iter(weights.values())).device
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    fill_buffers(model, next(iter(weights.values())).device)
     return model.eval()
+
+
+def fill_buffers(model: Any, device: torch.device | str) -> None:
+    """Compute the buffers of a model made on the meta device that no file holds: RoPE's angles, scales of embeddings.
+
+    Args:
+        model: a causal LM, its weights in place.
+        device: of the buffers.
+    """
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    embedding = model.model.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
 
 
 def twin(model: Any, dtype: torch.dtype | None = None) -> Any:

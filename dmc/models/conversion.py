@@ -6,9 +6,11 @@ import warnings
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dmc.compression import CompressionConfig
 from dmc.models.families import FAMILIES
+from dmc.models.layer_check import check_layer, unknown_convention
 from dmc.models.modeling import CompressedCausalLM, check_gates
 
 
@@ -22,36 +24,31 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
         ValueError, NotImplementedError: the family is not supported; see `check_gates`.
     """
     if config.model_type.removeprefix("dmc_") not in FAMILIES:
-        raise ValueError(_unknown_family(config.model_type))
+        raise ValueError(f"{config.model_type} cannot be retrofitted: {unknown_convention(config)}")
     check_gates(config, compression)
-
-
-def _unknown_family(model: str) -> str:
-    return (
-        f"{model} cannot be retrofitted: expected a causal LM of one of {', '.join(sorted(FAMILIES))}; a new family is "
-        "a line of dmc/models/families.py"
-    )
 
 
 def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, or a compressed one whose gates shall change; its
+        model: the causal LM of a family in the table, or a compressed one whose gates shall change; its
             parameters are reused, not copied.
         compression: settings of the gates.
     Returns:
         The family's compressed class, in the mode (train or eval) of `model`.
     Raises:
-        ValueError: the family is not supported.
+        ValueError: the family is not in the table, or its layer differs from ours with closed gates.
         NotImplementedError: see `refuse_other_attention`.
     """
     if isinstance(model, CompressedCausalLM):
         model.compression = compression
         return model
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if model_type not in FAMILIES or type(model).__name__ != FAMILIES[model_type].__name__.removeprefix("DMC"):
-        raise ValueError(_unknown_family(f"{type(model).__name__} (model_type {model_type!r})"))
+    if model_type in FAMILIES and type(model).__name__ != FAMILIES[model_type].__name__.removeprefix("DMC"):
+        raise ValueError(f"{type(model).__name__} cannot be retrofitted: expected the causal LM of {model_type}")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} cannot be retrofitted: expected a causal LM of transformers")
     check_retrofit(model.config, compression)
     model_class = FAMILIES[model_type]
     values = model.config.to_dict()
@@ -60,8 +57,10 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
+    for layer in {layer.self_attn.rotates: layer.self_attn.layer_idx for layer in compressed.model.layers}.values():
+        check_layer(model_type, compressed.config.to_json_string(), layer)
     share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
-    if model_class.attention_class.normalizes_heads and compression.borrows_key_neuron and share >= 0.01:
+    if compressed.model.layers[0].self_attn.normalizes and compression.borrows_key_neuron and share >= 0.01:
         warnings.warn(
             f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
             f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "
@@ -74,7 +73,9 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
         if ".gate_adapter." in name
     }
     compressed.load_state_dict(model.state_dict() | adapters, assign=True)
-    compressed.model.rotary_emb = model.model.rotary_emb
+    for name, module in compressed.named_modules():
+        for key in module._non_persistent_buffers_set:
+            setattr(module, key, model.get_submodule(name).get_buffer(key))
     compressed.tie_weights()
     compressed.generation_config = model.generation_config
     return compressed.train(model.training)

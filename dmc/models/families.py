@@ -1,12 +1,13 @@
-"""The table of model families. A family's three classes are its stock classes under our mixins, so a family is a line.
+"""The table of model families. A family's three classes are its stock classes under our mixins, so a family is a name.
 
-`Family("Llama")` makes `DMCLlamaConfig`, `DMCLlamaAttention` and `DMCLlamaForCausalLM`, members of this module.
+"Llama" makes `DMCLlamaConfig`, `DMCLlamaAttention` and `DMCLlamaForCausalLM`, members of this module. What
+distinguishes families is read off the stock classes: `rotation.py` finds how channels rotate, `attention.py` which
+projections, norms and factors a layer has, and `layer_check.py` whether that was all.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import transformers
@@ -14,24 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.modeling import CompressedCausalLM, CompressedConfigMixin
-
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes the attention of a family from Llama's."""
-
-    name: str
-    """Begins the names of the stock classes: `LlamaConfig`, `LlamaAttention`, `LlamaForCausalLM`."""
-    normalizes_heads: bool = False
-    """Whether `q_norm` and `k_norm` normalize each head's queries and keys before RoPE."""
-
+from dmc.models.rotation import Rotation
 
 TABLE = (
-    Family("Llama"),
-    Family("Mistral"),
-    Family("Qwen2"),
-    Family("Qwen3", normalizes_heads=True),
-)
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cwm", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Gemma", "Glm",
+    "Glm4", "Glm4Moe", "Granite", "GraniteMoe", "GraniteMoeShared", "HYV3", "Helium", "HunYuanDenseV1", "HunYuanMoEV1",
+    "HyperCLOVAX", "Jais2", "Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo", "Olmo2",
+    "Olmoe", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
+)  # fmt: skip
+"""Names that begin the stock classes: `LlamaConfig`, `LlamaAttention`, `LlamaForCausalLM`."""
 
 
 def _subclass(name: str, bases: tuple[type, ...], doc: str, **members: Any) -> Any:
@@ -41,10 +33,10 @@ def _subclass(name: str, bases: tuple[type, ...], doc: str, **members: Any) -> A
     return made
 
 
-def _compressed_class(family: Family) -> type[CompressedCausalLM]:
-    name = family.name
+def _compressed_class(name: str) -> type[CompressedCausalLM]:
     stock: Any = getattr(transformers, f"{name}ForCausalLM")
-    stock_attention = getattr(sys.modules[stock.__module__], f"{name}Attention")
+    modeling = sys.modules[stock.__module__]
+    stock_attention = getattr(modeling, f"{name}Attention")
     config = _subclass(
         f"DMC{name}Config",
         (CompressedConfigMixin, stock.config_class),
@@ -55,7 +47,8 @@ def _compressed_class(family: Family) -> type[CompressedCausalLM]:
         f"DMC{name}Attention",
         (CompressedAttentionMixin, stock_attention),
         f"{name}'s projections under the compressed forward.",
-        normalizes_heads=family.normalizes_heads,
+        modeling=modeling,
+        rotation=Rotation.of(modeling.apply_rotary_pos_emb),
     )
     return _subclass(
         f"DMC{name}ForCausalLM",

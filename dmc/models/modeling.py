@@ -125,13 +125,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         refuse_other_attention(config)
         config._attn_implementation = ATTENTION_NAME
         super().__init__(config, *args, **kwargs)
-        compression = CompressionConfig.from_dict(config.compression)
         for index, layer in enumerate(self.model.layers):
-            attention = self.attention_class(config, index)
-            attention.compressor = Compressor(compression, attention.head_dim)
-            heads = config.num_key_value_heads
-            attention.gate_adapter = GateAdapter(config.hidden_size, heads) if compression.has_adapter else None
-            layer.self_attn = attention
+            layer.self_attn = self.attention_class(config, index)
         with_token_losses(self)
         self.post_init()
 
@@ -163,8 +158,10 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
         States that still hold the neuron may be rotated: its partner channel takes nothing from it.
         """
-        cos, sin = self.model.rotary_emb(self.model.embed_tokens.weight, position_ids)
-        scale = self.model.layers[0].self_attn.compressor.neuron_scale(0.0, cos)
+        attention, like = self.model.layers[0].self_attn, self.model.embed_tokens.weight
+        rotary = self.model.rotary_emb(like, position_ids)
+        cos, sin = attention.rotation.tables(rotary, attention.head_dim, like.dtype)
+        scale = attention.compressor.neuron_scale(0.0, cos)
         return cos * scale, sin * scale * scale.roll(len(scale) // 2)
 
     def neuron_rows(self) -> Iterator[tuple[nn.Parameter, slice]]:
@@ -175,14 +172,23 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         compression = self.compression
         if not compression.borrows_neuron:
             return
+        rotated = 2 * len(self.model.rotary_emb.inv_freq)
         for layer in self.model.layers:
             attention = layer.self_attn
-            projections, every = [attention.q_proj, attention.k_proj], attention.head_dim
+            dim, fused = attention.head_dim, hasattr(attention, "qkv_proj")
+            first = attention.rotation.channel(compression.neuron_index, dim, rotated)
+            queries, keys = (
+                count * dim for count in (self.config.num_attention_heads, self.config.num_key_value_heads)
+            )
             if not compression.borrows_key_neuron:
-                projections, every = [attention.q_proj], attention.head_dim * attention.num_key_value_groups
+                rows = slice(first, queries if fused else None, dim * attention.num_key_value_groups)
+                projections = [attention.qkv_proj if fused else attention.q_proj]
+            else:
+                rows = slice(first, queries + keys if fused else None, dim)
+                projections = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj]
             for projection in projections:
                 for parameter in projection.parameters():
-                    yield parameter, slice(compression.neuron_index % attention.head_dim, None, every)
+                    yield parameter, rows
 
     def adapters(self) -> list[GateAdapter]:
         """Return the layers' adapters; empty where the gates read the borrowed neuron alone."""

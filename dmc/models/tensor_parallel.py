@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from dmc.models.build import fill_buffers
 from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
 
@@ -54,7 +55,7 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
     stored = _read_slices(folder, cuts, ranks, dtype or config.dtype or torch.float32, device)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    fill_buffers(model, device)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

@@ -9,6 +9,7 @@ two.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from transformers.utils import ModelOutput
 
 from dmc.ranks import ALONE, Ranks
 
+BALANCE = "load_balancing_loss_func"
+"""Name of the function in transformers' modules of models with experts."""
 IGNORED = -100
 """Target of a token that is not to be predicted, as in transformers."""
 CHUNK_ELEMENTS = 2**24
@@ -53,7 +56,10 @@ class TokenLosses(ModelOutput):
     """t^2 * KL(softmax(teacher / t) || softmax(student / t)), or the reverse, nats, [B, T]; 0 where nothing is to be
     predicted."""
     last_hidden_state: Tensor | None = None
-    """Last hidden states, normalized, [B, T, hidden]."""
+    """Last hidden states, normalized, and scaled as the family scales its logits, [B, T, hidden]."""
+    aux_loss: Tensor | None = None
+    """Loss of experts' routers that use experts unevenly, times its coefficient, a scalar; None: the configuration asks
+    for none (`output_router_logits`)."""
 
 
 def next_tokens(input_ids: Tensor, loss_mask: Tensor | None = None) -> Tensor:
@@ -281,12 +287,40 @@ class TokenLossMixin:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
             args, targets = (ranks.chunk(input_ids, 1), *args[1:]), None if targets is None else ranks.chunk(targets, 1)
             kwargs = {"position_ids": ranks.chunk(positions, 1), **kwargs, "context_ranks": ranks}
-        hidden = model.model(*args, **kwargs).last_hidden_state
+        balances = targets is not None and getattr(model.config, "output_router_logits", False) and self._balance
+        output = model.model(*args, **kwargs, **({"output_router_logits": True} if balances else {}))
+        hidden = output.last_hidden_state
+        if (factor := logit_factor(model.config)) != 1:
+            hidden = hidden * factor
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
         losses = model.lm_head(hidden, targets, teacher_output)
         entropy, divergence = (None if loss is None else ranks.all_gather(loss, 1) for loss in losses)
-        return TokenLosses(entropy, divergence, hidden)
+        return TokenLosses(entropy, divergence, hidden, self._balance_loss(output.router_logits) if balances else None)
+
+    def _balance_loss(self, router_logits: tuple[Tensor, ...]) -> Tensor:
+        """Compute the family's own load balancing loss of a pass, see `TokenLosses.aux_loss`.
+
+        Args:
+            router_logits: of each layer with experts, [B T of this rank, experts].
+        """
+        model: Any = self
+        every = tuple(self.context_ranks.all_gather(logits, 0) for logits in router_logits)
+        loss: Tensor = self._balance(every, every[0].shape[-1], model.config.num_experts_per_tok)
+        return model.config.router_aux_loss_coef * loss
+
+    @property
+    def _balance(self) -> Any:
+        """The family's function of router logits; None: it has none."""
+        modules = (sys.modules[kind.__module__] for kind in type(self).__mro__)
+        return next((module.load_balancing_loss_func for module in modules if hasattr(module, BALANCE)), None)
+
+
+def logit_factor(config: Any) -> float:
+    """Return the factor by which a family scales its logits: Granite divides by what HyperCLOVA X multiplies with."""
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    factor = getattr(config, "logit_scale", None) or 1.0
+    return float(factor * scaling if config.model_type.endswith("hyperclovax") else factor / scaling)
 
 
 def with_token_losses(model: Any) -> Any:
@@ -298,6 +332,8 @@ def with_token_losses(model: Any) -> Any:
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, "model"):
         raise ValueError(f"{type(model).__name__} cannot be trained: expected a last layer lm_head without bias")
+    if (cap := getattr(model.config, "final_logit_softcapping", None)) is not None:
+        raise ValueError(f"{type(model).__name__} cannot be trained: final_logit_softcapping={cap} caps its logits")
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
     if not isinstance(model, TokenLossMixin):

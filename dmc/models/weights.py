@@ -16,13 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
+from dmc.models.experts import as_in_model
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 def open_weights(folder: Path) -> dict[str, Any]:
-    """Open all weights of a folder: each is a slice of safetensors, which is read where it is indexed.
+    """Open all weights of a folder under their names in the model: each is read where it is indexed.
+
+    Most are slices of safetensors; of experts, which files hold apart, see `StackedWeight`.
 
     Raises:
         FileNotFoundError: the folder has no safetensors weights, or misses a shard.
@@ -44,7 +47,9 @@ def open_weights(folder: Path) -> dict[str, Any]:
     if lacking := sorted(set(promised) - set(weights)):
         shard = folder / promised[lacking[0]]
         raise ValueError(f"{shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
-    return weights
+    config = folder / "config.json"
+    model_type = read_mapping(config).get("model_type") if config.is_file() else None
+    return as_in_model(weights, str(model_type))
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

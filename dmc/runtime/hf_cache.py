@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ class PagedGenerationCache(Cache):
             self._begin(tokens.value, attention_mask)
         assert self._forward is not None and self._real is not None
         real = self._real
-        flat = DecidedTokens(*(_flatten(getattr(tokens, field.name), real) for field in dataclasses.fields(tokens)))
+        names = ("query", "key", "value", "decisions", "omega")
+        flat = copy.copy(tokens)
+        for name in names:
+            setattr(flat, name, _flatten(getattr(tokens, name), real))
         attended = torch.zeros_like(tokens.query)
         attended.transpose(1, 2)[real] = self._forward.attend(layer_index, flat, scaling)[0].transpose(0, 1)
         if layer_index == self._layout.num_layers - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ class PagedForward:
             cos, sin = rotary(positions.clamp_min(0)[None])
             batch.rotary = cos[0], sin[0]
 
+    @cached_property
+    def _unrotated(self) -> ForwardBatch:
+        """The batch of layers that do not rotate; what removes the borrowed neuron stays."""
+        assert self._rotary is not None and self.batch.rotary is not None
+        cos, sin = self._rotary(self.batch.positions.new_zeros(1, 1))
+        return self.batch.with_rotary(*(table[0].expand_as(self.batch.rotary[0]).contiguous() for table in (cos, sin)))
+
     @property
     def position_ids(self) -> Tensor:
         """Position of every new token in its sequence, [1, T]."""
@@ -60,9 +68,9 @@ class PagedForward:
         """Check, after the last layer, that all layers used the cache.
 
         Raises:
-            NotImplementedError: layers of a stock model did not use this cache.
+            NotImplementedError: layers did not use this cache.
         """
-        if self._rotary is None and self._num_attended < self.cache.layout.num_layers:
+        if self._num_attended < self.cache.layout.num_layers:
             raise NotImplementedError(
                 f"{self._num_attended} of the model's {self.cache.layout.num_layers} layers have asked the paged "
                 "cache; the others keep another state, or attend in a way of their own, which it does not serve"
@@ -72,7 +80,9 @@ class PagedForward:
         self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
     ) -> Tensor:
         """See `CompressedCache.attend`; batch size 1, all sequences in one flat row."""
-        batch, compression = self.batch, self.cache.layout.compression
+        self._num_attended += 1
+        batch = self.batch if tokens.rotates else self._unrotated
+        compression = self.cache.layout.compression
         decisions = flat(tokens.decisions)
         if compression is not None and compression.decisions == "fixed":
             decisions = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(decisions)
@@ -80,6 +90,8 @@ class PagedForward:
             decisions = self._handed_back(layer_index, decisions)
         new = NewTokens(flat(tokens.key), flat(tokens.value), decisions, flat(tokens.omega))
         query = self._rotate(flat(tokens.query), *batch.query_rotary)
+        if tokens.query_scale is not None:
+            query = query * tokens.query_scale
         if compression is not None and compression.gate_input == "query":
             heads, dim = query.shape[1:]
             query *= leader_scale(heads, dim, self.cache.layout.num_kv_heads, compression.neuron_index, query)

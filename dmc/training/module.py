@@ -167,7 +167,11 @@ class RetrofitModule(LightningModule):
         if not self.has_gates:
             losses = self.model(input_ids, use_cache=False, documents=batch["documents"], targets=targets)
             loss = self._average(losses.cross_entropy, targets, batch)
-            self.micro_batch_metrics.append({"train/loss": loss.detach()})
+            metrics = {"train/loss": loss.detach()}
+            if losses.aux_loss is not None:
+                metrics["train/router_loss"] = losses.aux_loss.detach()
+                loss = loss + losses.aux_loss
+            self.micro_batch_metrics.append(metrics)
             return loss
         trace = GateTrace(ranks=self.ranks)
         losses = self.model(
@@ -186,6 +190,9 @@ class RetrofitModule(LightningModule):
             share = self.config.training.distillation.weight
             metrics |= {"train/distillation_loss": distillation_loss.detach()}
             loss = (1 - share) * loss + share * distillation_loss
+        if losses.aux_loss is not None:
+            metrics["train/router_loss"] = losses.aux_loss.detach()
+            loss = loss + losses.aux_loss
         if state.neuron_multiplier is None:
             ratio_loss, held = self._ratio_loss(trace, state)
             metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}

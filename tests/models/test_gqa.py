@@ -5,8 +5,10 @@ import torch
 
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.compression import CompressionConfig
-from dmc.models import FAMILIES, merge_kv_heads
+from dmc.models import merge_kv_heads
 from dmc.models.gqa import merge_heads_of_config
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def log_probs(model, tokens):

@@ -3,6 +3,7 @@ import importlib
 import json
 import re
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from dmc import Engine, load_model, retrofit
 from dmc.compression import CompressionConfig, GateMode, GateTrace, compression_loss
-from dmc.models import FAMILIES, with_token_losses
+from dmc.models import with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
 from dmc.training.module import Teacher
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TOLERANCE = 1e-4  # float32 log-probs against float64
 CLOSED = 1e6  # decision_offset at which nothing merges
 
@@ -53,8 +55,9 @@ def difference(ours, theirs):
 
 @pytest.fixture
 def without_neuron(monkeypatch):
-    """Return a function that removes a channel of queries and keys around RoPE inside a stock model's own attention."""
+    """Return a context that removes a channel of queries and keys around RoPE inside a stock model's own attention."""
 
+    @contextmanager
     def remove(family, channel):
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         stock_rotation = module.apply_rotary_pos_emb
@@ -66,7 +69,9 @@ def without_neuron(monkeypatch):
             query[..., channel] = key[..., channel] = 0
             return query, key
 
-        monkeypatch.setattr(module, "apply_rotary_pos_emb", rotation)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "apply_rotary_pos_emb", rotation)
+            yield
 
     return remove
 
@@ -76,8 +81,8 @@ def without_neuron(monkeypatch):
 def test_closed_gates_are_the_stock_model_without_the_neuron(family, neuron, make_stock, make_prompts, without_neuron):
     stock = make_stock(family)
     tokens = make_prompts(150)[0]
-    without_neuron(family, neuron)
-    expected = parallel_log_probs(stock, tokens)
+    with without_neuron(family, neuron):
+        expected = parallel_log_probs(stock, tokens)
     for gates in ({}, {"window_size": None}, {"delay": 4}, {"action": "drop", "delay": 16}):
         model = retrofit(copy.deepcopy(stock), CompressionConfig(neuron_index=neuron, decision_offset=CLOSED, **gates))
         assert difference(parallel_log_probs(model, tokens), expected) < TOLERANCE, gates
@@ -526,10 +531,10 @@ WINDOW = r"layer {} of this .*{} model has a sliding window of 8 tokens"
     [
         (
             lambda _: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)),
-            *({}, ValueError, r"GPT2LMHeadModel .*'gpt2'.* cannot be retrofitted.*llama, mistral, qwen2, qwen3"),
+            *({}, ValueError, r"^gpt2 cannot be retrofitted: nothing is known of c_attn, c_proj in its attention"),
         ),
-        (lambda _: torch.nn.Linear(2, 2), {}, ValueError, "Linear .* cannot be retrofitted"),
-        (lambda make: make().model, {}, ValueError, "LlamaModel .* cannot be retrofitted"),
+        (lambda _: torch.nn.Linear(2, 2), {}, ValueError, "Linear cannot be retrofitted"),
+        (lambda make: make().model, {}, ValueError, "LlamaModel cannot be retrofitted"),
         (lambda make: make("mistral", sliding_window=8), {}, NotImplementedError, WINDOW.format(0, "mistral")),
         (
             lambda make: make("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
@@ -567,8 +572,8 @@ def test_scaled_rope_acts_as_in_the_stock_model(rope, make_stock, make_prompts, 
     stock, tokens = make_stock(rope_parameters={"rope_theta": 100.0, **rope}), make_prompts(60)[0]
     model = retrofit(copy.deepcopy(stock), CompressionConfig(decision_offset=CLOSED))
     model.save_pretrained(tmp_path)
-    without_neuron("llama", 15)
-    expected = parallel_log_probs(stock, tokens)
+    with without_neuron("llama", 15):
+        expected = parallel_log_probs(stock, tokens)
     for loaded in (model, load_model(tmp_path)):
         assert difference(parallel_log_probs(loaded, tokens), expected) < TOLERANCE
         assert difference(Engine(loaded).score([tokens[:9]], [[*tokens[9:], 0]])[0], expected[8:]) < TOLERANCE

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from dmc.models.adapter import GateAdapter
+from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
 from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import local_folder, open_weights
@@ -154,7 +155,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         folder = local_folder(path, self.revision_of(path))
         model.to_empty(device=self.root_device)
         model.tie_weights()
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
+        fill_buffers(model, self.root_device)
         stored = open_weights(folder)
         state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
         merged = {name for name, value in state.items() if [*value.shape] != stored[name].get_shape()}

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from dmc.models.adapter import GateAdapter
+from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
 from dmc.models.weights import local_folder, open_weights
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
@@ -90,14 +91,14 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
             if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
                 Init(module=part, config_dict_or_path=self.config)
         model.tie_weights()
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.root_device)
+        fill_buffers(model, self.root_device)
 
     @override
     def parallelize_teacher(self, model: Any, path: str) -> None:
         model.to(self.root_device)
         if self.precision == "bf16-mixed":
             model.to(torch.bfloat16)
-            model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
+            fill_buffers(model, model.device)
 
     @override
     def set_rows(self, parameter: nn.Parameter, rows: slice, values: Tensor | float) -> None:

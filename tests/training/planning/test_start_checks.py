@@ -94,7 +94,10 @@ REFUSED = [
         r"num_key_value_heads=2 cannot be divided among 2 \* 2 ranks evenly",
     ),
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
-    ({"base.shape.model_type": "gpt2"}, "gpt2 cannot be retrofitted: expected a causal LM of one of llama"),
+    (
+        {"base.shape.model_type": "gpt2"},
+        "gpt2 cannot be retrofitted: nothing is known of c_attn, c_proj in its attention",
+    ),
     (
         {"base.shape.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rope_type='dynamic' changes",

@@ -1,0 +1,171 @@
+"""Every family of the table, tiny: closed gates are the stock model, and every law holds with open gates."""
+
+import copy
+import sys
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dmc import Engine, SamplingParams, load_model, retrofit
+from dmc.compression import CompressionConfig, GateMode
+from dmc.models import FAMILIES, next_tokens, with_token_losses
+from dmc.models.token_losses import IGNORED
+from dmc.models.weights import check_weights, open_weights
+
+TOLERANCE = 1e-5  # of float32 logits, relative to their largest
+SIZES = {
+    "vocab_size": 83, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "sliding_window": None, "layer_types": None,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "no_rope_layers": [1, 0], "clip_qkv": 0.5, "use_qk_norm": True, "logit_scale": 0.25, "logits_scaling": 4.0,
+    "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+}  # fmt: skip
+"""Of every configuration class those fields that it has."""
+OF_FAMILY = {"cwm": {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "dots1": {"n_shared_experts": 1}}
+NEIGHBORS = {"cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
+PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8}
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@cache
+def stock_of(family):
+    """Build a stock model of a family; weights are large enough that gates decide both ways, RoPE turns fast."""
+    stock_config = FAMILIES[family].config_class.__mro__[2]
+    fields = {name for kind in stock_config.__mro__ for name in getattr(kind, "__annotations__", {})}
+    values = {name: value for name, value in SIZES.items() if name in fields} | OF_FAMILY.get(family, {})
+    config = AutoConfig.for_model(family, **values)
+    config.rope_parameters["rope_theta"] = 100.0
+    if family == "ministral3":
+        config.rope_parameters |= {"original_max_position_embeddings": 16, "factor": 16.0}
+    generator = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value.is_floating_point() and "rotary_emb" not in name and "embed_scale" not in name:
+                noise = torch.randn(value.shape, generator=generator)
+                value.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+    return model.eval()
+
+
+def compressed_of(family, **gates):
+    """Retrofit it, with gates that decide both ways."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = CompressionConfig(**{"decision_offset": 0.1, "omega_offset": 0.2, **gates})
+        return retrofit(copy.deepcopy(stock_of(family)), settings)
+
+
+def texts(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 83, (length,), generator=generator).tolist() for length in lengths]
+
+
+def logits_of(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closed_gates_are_the_stock_model(family):
+    stock, ids = stock_of(family), torch.tensor(texts(40, 40))
+    expected = logits_of(stock, ids)
+    closed = compressed_of(family, gate_input="hidden", decision_offset=5.0)  # its adapter starts at 0
+    assert_close(logits_of(closed, ids), expected)
+    borrowing = compressed_of(family, neuron_index=3)
+    assert_close(logits_of(borrowing, ids, gate_mode=GateMode(neuron_multiplier=1.0)), expected)
+    (scored,) = Engine(closed, prefill_chunk_size=16).score([ids[0, :9].tolist()], [ids[0, 9:].tolist()])
+    torch.testing.assert_close(scored, expected[0, 8:-1].log_softmax(-1), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_with_open_gates_is_the_parallel_form(family, tmp_path):
+    """Prefill = decode, batch = single, a folder = the model in memory."""
+    model, prompts = compressed_of(family), texts(30, 17)
+    engine = Engine(model)
+    together = engine.generate(prompts, GREEDY)
+    alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    for prompt, generated in zip(prompts, together, strict=True):
+        whole = torch.tensor([prompt + generated.token_ids])
+        parallel = logits_of(model, whole[:, :-1])
+        assert parallel[0, len(prompt) - 1 :].argmax(-1).tolist() == generated.token_ids
+        assert 1.05 < generated.stats.achieved_ratio < 8
+    decoded = engine.score([prompts[0][:1]], [prompts[0][1:]])[0]
+    torch.testing.assert_close(
+        decoded, logits_of(model, torch.tensor(prompts[:1]))[0, :-1].log_softmax(-1), rtol=0, atol=5e-5
+    )
+    model.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        loaded = load(tmp_path)
+        assert type(loaded) is type(model)
+        assert_close(logits_of(loaded, whole), logits_of(model, whole))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_without_logits_are_the_stock_models(family):
+    ids = torch.tensor(texts(20, 20))
+    stock = stock_of(family)
+    aux = hasattr(sys.modules[type(stock).__module__], "load_balancing_loss_func")
+    model = with_token_losses(compressed_of(family, gate_input="hidden", decision_offset=5.0))
+    if aux:
+        stock = copy.deepcopy(stock)
+        stock.config.output_router_logits = model.config.output_router_logits = True
+    with torch.no_grad():
+        expected = stock(ids, labels=ids, use_cache=False)
+        targets = next_tokens(ids)
+        losses = model(ids, targets=targets, use_cache=False)
+    loss = losses.cross_entropy.sum() / (targets != IGNORED).sum()
+    assert (losses.aux_loss is not None) == aux
+    if aux:
+        torch.testing.assert_close(losses.aux_loss, model.config.router_aux_loss_coef * expected.aux_loss)
+        loss = loss + losses.aux_loss
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_borrowed_neuron_is_the_last_channel_and_turns_slowest_or_not_at_all(family):
+    model = compressed_of(family)
+    attention = model.model.layers[0].self_attn
+    assert {rows.start for _, rows in model.neuron_rows()} == {15}
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([[1]]))
+    assert cos.shape[-1] == PARTLY.get(family, 16)
+    assert attention.rotation.neighbors == (family in NEIGHBORS)
+    states = torch.zeros(1, 1, 1, 16)
+    states[..., 15] = 1.0
+    turned = attention.modeling.apply_rotary_pos_emb(states, states, cos, sin)[1].flatten()
+    others = [channel for channel, value in enumerate(turned.tolist()) if value and channel != 15]
+    slowest = attention.rotary_tables((cos, sin), torch.float32)[1].abs()[0, 0, :8].min()
+    if family in PARTLY:
+        assert others == [] and turned[15] == 1
+    else:
+        assert others == [14 if family in NEIGHBORS else 7]
+        assert turned[others[0]].abs() == slowest < 0.1
+
+
+EXPERTS = [family for family, model in FAMILIES.items() if "experts" in str(model.config_class.base_model_tp_plan)]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_weights_of_experts_are_read_as_transformers_does(family, tmp_path):
+    stock = stock_of(family)
+    stock.save_pretrained(tmp_path)
+    stored = open_weights(tmp_path)
+    check_weights(tmp_path)
+    weights = stock.state_dict()
+    assert stored.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert stored[name].get_shape() == [*weight.shape]
+        assert torch.equal(stored[name][:], weight)
+        if weight.dim() == 3:
+            assert torch.equal(stored[name][1:3, 5:40, 2:9], weight[1:3, 5:40, 2:9])
+    assert_close(logits_of(load_model(tmp_path), torch.tensor(texts(9))), logits_of(stock, torch.tensor(texts(9))))
