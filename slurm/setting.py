@@ -11,12 +11,9 @@ from omegaconf import OmegaConf
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from hydra_command import CONFIGS, exit_in_one_line
 
-from dmc.config.command_line import check_torch_build
-
 try:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = compose("train", overrides=sys.argv[2:])
-    check_torch_build(settings)
 except Exception as error:
     exit_in_one_line(error)
 for name in sys.argv[1].split(","):
