@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -40,6 +42,7 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
             run_task(function, settings, on_devices, shows_stack)
 
         def main() -> None:
+            atexit.register(gc.freeze)  # else the interpreter's end looks for garbage in all that was imported: seconds
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
             if unknown := get_args_parser().parse_known_args()[1]:
