@@ -137,9 +137,10 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Leave out what this machine cannot run, and say why (`-ra` prints it); begin with what takes long.
 
-    So no process is left with much to do when the others have finished.
+    So no process is left with much to do when the others have finished. First of all comes what waits for Slurm: it is
+    one process's share, and the others compute meanwhile.
     """
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    items.sort(key=lambda item: ("slurm" not in item.keywords, "slow" not in item.keywords))
     if CHROMIUM is None:
         for item in items:
             if "browser" in item.keywords:
