@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
 import importlib.util
@@ -11,10 +12,9 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -42,8 +42,7 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
         def main() -> None:
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
-            if unknown := get_args_parser().parse_known_args()[1]:
-                sys.exit(f"error: {unknown[0]}: settings are NAME=VALUE, without dashes and side by side; see --help")
+            plain, argparse.ArgumentParser.error = argparse.ArgumentParser.error, refuse_flag  # type: ignore
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(task)()
             except Exception as error:
@@ -51,11 +50,17 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
                     raise
                 exit_in_one_line(error)
             finally:
+                argparse.ArgumentParser.error = plain  # type: ignore
                 os.environ["HYDRA_FULL_ERROR"] = str(int(SHOWS_STACK))
 
         return main
 
     return decorate
+
+
+def refuse_flag(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End the process with what is wrong with one of Hydra's flags, in place of their usage in ten lines."""
+    sys.exit(f"error: {message}: settings are NAME=VALUE, without dashes; see --help")
 
 
 def exit_in_one_line(error: Exception) -> None:
