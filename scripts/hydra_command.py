@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +25,8 @@ CONFIGS = next(path / "configs" for path in (PACKAGE.parent, PACKAGE) if (path /
 QUOTES = """; quote a list or mapping for the shell, 'models={base: DIR}', and text twice, 'prompt="f(x), y"'"""
 ADVICE = r" (Config search path|See https://hydra.cc|To append to your default list).*?(?=; quote|$)"
 """What Hydra adds to its errors: folders, a link, and how to add a group that a command does not know."""
+DASHED = re.compile(r"--(?!cfg|config-|info|package|experimental)[\w.-]+=")
+"""A setting that is written as a flag; these are Hydra's flags that take a value."""
 SHOWS_STACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -42,11 +43,11 @@ def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], No
             run_task(function, settings, on_devices, shows_stack)
 
         def main() -> None:
+            if dashed := next(filter(DASHED.match, sys.argv[1:]), None):
+                sys.exit(f"error: {dashed}: settings are NAME=VALUE, without dashes; see --help")
             atexit.register(gc.freeze)  # else the interpreter's end looks for garbage in all that was imported: seconds
             sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
-            if unknown := get_args_parser().parse_known_args()[1]:
-                sys.exit(f"error: {unknown[0]}: settings are NAME=VALUE, without dashes and side by side; see --help")
             try:
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(task)()
             except Exception as error:

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from dmc.config.settings import build_config, checked_dataclass, suggest
 from dmc.data.sources import file_stamps
+from dmc.models.weights import open_weights
 from dmc.results.measurement import digest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
@@ -84,7 +85,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
         name: its name.
         value: a folder or hub name, or a mapping with the fields of `ComparedModel`.
     Raises:
-        ValueError: a field is unknown or of another type, or there is no such model.
+        ValueError, FileNotFoundError: a field is unknown or of another type, there is no such model, or its weights are
+            missing or cut off.
     """
     where = f"models.{name}"
     model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
@@ -99,6 +101,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     if "model_type" not in values:
         raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
     compressed = str(values["model_type"]).startswith("dmc_")
+    if folder.is_dir():
+        open_weights(folder)
     gates = values["compression"] if compressed else {"target_ratio": values.get("dms_cr"), "target_counts": "decided"}
     ratio = None if gates["target_ratio"] is None else float(gates["target_ratio"])  # without one: a stock model
     counts = None if ratio is None else gates.get("target_counts", "held")

@@ -1,6 +1,7 @@
 """Command lines that are wrong: one line on stderr that names the value, exit status 1, and nothing written."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ train|TRAIN model.path=STOCK|unknown setting model.path: the setting above it is
 train|TRAIN model=WORLD/nowhere|model=WORLD/nowhere is no folder
 train|TRAIN base.shape.hidden_size=3 model=null data.tokenizer.path=STOCK|hidden size (3)
 train|TRAIN batch_size=8|unknown setting batch_size: did you mean 'training.batch_size'?
-train|TRAIN --training.batch_size=8|settings are NAME=VALUE, without dashes
+train|TRAIN --training.batch_size=8|error: --training.batch_size=8: settings are NAME=VALUE, without dashes
 train|TRAIN compression=null|compression=null: ~NAME leaves a group out
 train|TRAIN output_dir='out/${now}'|output_dir: Interpolation key 'now' not found
 train|TRAIN callbacks=[evaluation] callbacks.evaluation.every_steps=0|every_steps=0
@@ -64,7 +65,6 @@ export|run=WORLD/nowhere output=out|run.json
 export|run=WORLD/keys_run output=out|modle
 export|run=WORLD/keys_run output=out overwrite=perhaps|overwrite='perhaps': expected a valid boolean
 export|run=WORLD/keys_run output=TEXT|text.txt is a file
-benchmark|server=http://127.0.0.1:9 output=out|does not answer
 plan|model=STOCK gpu=0|gpu=0: expected greater than 0
 report|folders=WORLD|expected a valid list
 compare|COMPARE policies=[full,h20]|did you mean 'h2o'?
@@ -73,6 +73,7 @@ compare|COMPARE tasks=[needel]|did you mean 'needle'?
 compare|COMPARE 'models={m: {pth: x}}'|unknown setting models.m.pth: did you mean 'path'?
 compare|COMPARE 'tasks=[{name: a, like: needle, digits: 0}]'|digits=0
 compare|COMPARE reference=nobody|nobody
+compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] output=out|is cut off or is no safetensors
 serve|model=STOCK port=70000|port=70000
 study|only=[nobody] output=out|nobody
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
@@ -89,6 +90,8 @@ def world(tmp_path_factory):
     tokenizer.save_pretrained(root / "stock")
     shutil.copytree(root / "stock", root / "broken")
     (root / "broken" / "config.json").write_text('{"a": ')
+    shutil.copytree(root / "stock", root / "cut")
+    os.truncate(root / "cut" / "model.safetensors", 2000)
     (root / "keys_run").mkdir()
     (root / "keys_run" / "run.json").write_text(json.dumps({"config": {"modle": 1}}))
     return root

@@ -1,4 +1,5 @@
 import errno
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -133,9 +134,14 @@ def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it
     assert {row["status"] for row in run(config, again)} == {"done"} and again.num_engines == 1
 
 
+def ask_for_more_words(folder):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": values["vocab_size"] + 1}))
+
+
 def test_a_model_that_does_not_load_fails_its_cells_and_is_tried_once(make_config, folders, tmp_path):
     shutil.copytree(folders.stock, tmp_path / "bad")
-    (tmp_path / "bad" / "model.safetensors").unlink()
+    ask_for_more_words(tmp_path / "bad")
     models, workshop = {"bad": str(tmp_path / "bad"), "good": str(folders.stock)}, Workshop()
     rows = run(make_config(models=models, tasks=[NEEDLE, {**NEEDLE, "name": "n"}]), workshop)
     assert [row["status"] for row in rows] == ["failed"] * 2 + ["done"] * 2
@@ -147,7 +153,7 @@ def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_ta
 ):
     for name in ("broken", "wrong"):
         shutil.copytree(folders.stock, tmp_path / name)
-    (tmp_path / "broken" / "model.safetensors").unlink()
+    ask_for_more_words(tmp_path / "broken")
     model = load_model(folders.stock)
     model.model.norm.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path / "wrong")
