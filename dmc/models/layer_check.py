@@ -61,7 +61,7 @@ def check_layer(model_type: str, config_json: str, layer_index: int) -> None:
         stock.load_state_dict(ours.state_dict(), strict=False)
         modeling = model_class.attention_class.modeling
         expected, found = (_outputs(layer, modeling, config) for layer in (stock, ours))
-    difference = float((found - expected).abs().max() / expected.abs().max())
+        difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference < TOLERANCE:
         raise ValueError(
             f"layer {layer_index} of this {model_type} model cannot be retrofitted: with closed gates its attention "

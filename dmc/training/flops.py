@@ -6,6 +6,7 @@ import re
 
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -45,10 +46,10 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tup
     """Count the floating-point operations of the stock model's forward and backward for one token.
 
     Causal attention counts in full, and neither recomputed activations nor the compression count, as is usual for MFU
-    (PaLM, arXiv:2204.02311, appendix B).
+    (PaLM, arXiv:2204.02311, appendix B). Of experts those count that a token is sent to.
 
     Args:
-        config: configuration of a Llama, Mistral, Qwen2 or Qwen3, stock or compressed.
+        config: configuration of a model of a family in the table, stock or compressed.
         sequence_length: tokens per sequence.
         trained: parts of the names of the weights that get a gradient; the gradient flows back to the first of them
             alone. Empty: there is no backward.
@@ -57,17 +58,32 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tup
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
     family = values.pop("model_type").removeprefix("dmc_")
 
-    def counted(num_layers: int) -> int:
-        stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": num_layers})
-        with FakeTensorMode():  # of fused attention torch counts only some kernels
-            model = AutoModelForCausalLM.from_config(stock, attn_implementation="eager")
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(any(part in name for part in trained))
-            tokens = torch.zeros(1, sequence_length, dtype=torch.long)
+    has_experts = getattr(config, "num_experts_per_tok", None) is not None  # maybe in some layers alone
+    depth = config.num_hidden_layers if has_experts else min(2, config.num_hidden_layers)
+    stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": depth})
+    with FakeTensorMode():  # of fused attention torch counts only some kernels, of grouped products none
+        model = AutoModelForCausalLM.from_config(
+            stock, attn_implementation="eager", **({"experts_implementation": "batched_mm"} if has_experts else {})
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in trained))
+        tokens = torch.zeros(1, sequence_length, dtype=torch.long)
+        layers = list(model.model.layers)
+
+        def counted(*of_layers: nn.Module) -> int:
+            model.model.layers = nn.ModuleList(of_layers)
             return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if trained else None)
 
-    one, two = counted(1), counted(2)  # layers are alike
-    return (one + (two - one) * (config.num_hidden_layers - 1)) / sequence_length
+        kinds: dict[str, list[nn.Module]] = {}
+        for layer in layers[1:]:
+            kinds.setdefault(repr([(name, *weight.shape) for name, weight in layer.named_parameters()]), []).append(
+                layer
+            )
+        first = counted(layers[0])
+        others = sum((counted(layers[0], kind[0]) - first) * len(kind) for kind in kinds.values())
+        if not has_experts and depth > 1:
+            others *= config.num_hidden_layers - 1
+    return (first + others) / sequence_length
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
