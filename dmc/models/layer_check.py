@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dmc.compression import CompressionConfig
 from dmc.models.families import FAMILIES
+from dmc.models.masked_attention import as_on
 
 NUM_TOKENS = 7
 TOLERANCE = 1e-4
@@ -49,7 +50,7 @@ def check_layer(model_type: str, config_json: str, layer_index: int) -> None:
         values |= sizes
     values["compression"] = CompressionConfig(gate_input="hidden").to_dict()
     model_class = FAMILIES[model_type]
-    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
+    with _disable_current_modes(), as_on("cpu"), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         config = model_class.config_class(**values)
         config._attn_implementation = "eager"
         ours = model_class.attention_class(config, layer_index).float().eval()
