@@ -276,7 +276,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
     if cell.same_bytes_as is None:
         return measure_at(None)
     if given is None or given["status"] != DONE:
-        raise ArithmeticError(f"{cell.method.budget_name}: the model whose bytes it shall hold has no results")
+        raise ArithmeticError(f"{cell.method.budget_name}: the cell that its bytes are taken from has no results")
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None

@@ -203,7 +203,7 @@ def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
     cells = place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
     for key, count in Counter(cell.key for cell in cells).items():
         if count > 1:
-            raise ValueError(f"{key} is there twice: models of one variant need seeds of their own")
+            raise ValueError(f"{key} is given twice: give each model of a variant another seed")
     return cells
 
 
@@ -307,7 +307,7 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
         found += [PlannedTask(name, task, task.row_settings, task.row(name)) for name, task in benchmarks]
     names = [task.name for task in found]
     for twice in {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tasks: {twice!r} is there twice; give one of them another name")
+        raise ValueError(f"tasks: {twice!r} is given twice; give one of them another name")
     return found
 
 
@@ -337,7 +337,7 @@ def named_settings(entries: Sequence[Any], folder: Path, setting: str) -> dict[s
         settings = _read(given["like"], folder, where) if "like" in given else {}
         settings |= {key: value for key, value in given.items() if key not in ("name", "like")}
         if given["name"] in found:
-            raise ValueError(f"{where}: {given['name']!r} is there twice; give one of them another name")
+            raise ValueError(f"{where}: {given['name']!r} is given twice; give one of them another name")
         found[given["name"]] = settings
     return found
 

@@ -96,7 +96,7 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
             mappings with the fields of `Benchmark`.
         folder: folder of the selections.
     Raises:
-        ValueError: a field is unknown or of another type, or a task is there twice.
+        ValueError: a field is unknown or of another type, or a task is given twice.
     """
     found: list[Benchmark] = []
     for index, entry in enumerate(entries):
@@ -108,7 +108,7 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
             found.append(build_config(Benchmark, values, f"tasks[{index}]"))
     names = [task for benchmark in found for task in benchmark.tasks]
     for name in {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tasks: {name!r} is there twice; run the second one into another output folder")
+        raise ValueError(f"tasks: {name!r} is given twice; run the second one into another output folder")
     return found
 
 

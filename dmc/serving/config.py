@@ -76,7 +76,7 @@ class ServeConfig:
         if not self.models:
             raise ValueError("nothing to serve: give model=DIR, or models={name: DIR}")
         if self.replicas is not None and torch.distributed.is_torchelastic_launched():
-            raise ValueError("replicas= starts processes itself, each with a full model: leave torchrun out")
+            raise ValueError("replicas= starts its own processes, each with a full model: run it without torchrun")
         if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host} is reachable from other machines, and anybody could use it; give api_key_file="

@@ -368,7 +368,7 @@ def write_parts(strategy: Parallelism, model: Any, folder: Path, dtype: torch.dt
     distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
     differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
     if differing := [name for names in strategy.writers.all_gather_object(differing) for name in names]:
-        raise RuntimeError(f"{folder} was written but holds another {differing[0]} than the model")
+        raise RuntimeError(f"{folder} was written but its {differing[0]} differs from the model's")
 
 
 class _PartsWriter(HuggingFaceStorageWriter):

@@ -122,7 +122,7 @@ def check_push(repository: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise ValueError(f"{setting}: HF_HUB_OFFLINE is set: unset it, or leave push_to_hub out")
     if get_token() is None:
-        raise ValueError(f"{setting}: there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN")
+        raise ValueError(f"{setting}: no Hugging Face token was found: log in with `hf auth login`, or set HF_TOKEN")
 
 
 def push(folder: Path, repository: str) -> str:

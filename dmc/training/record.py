@@ -104,8 +104,8 @@ def check_branch(config: RunConfig, plan: Plan) -> None:
     known = read_config(source)
     if changed := _changed(_plain(known), _plain(config), OF_A_BRANCH):
         raise ValueError(
-            f"training.branch_from={milestone}: its run has other settings ({changed}); a branch is what a run from "
-            "the start would have come to: give it the same"
+            f"training.branch_from={milestone}: its run has other settings ({changed}); give this one the same: a "
+            "branch goes on as that run would have"
         )
     if steps >= plan.total_steps:
         raise ValueError(

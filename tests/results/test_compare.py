@@ -210,7 +210,7 @@ def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_pat
     [
         ({"models": {}}, "models={}: expected at least 1 item"),
         ({"tasks": [ABSENT]}, "absent"),
-        ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is there twice"),
+        ({"policies": [KEEP, KEEP]}, r"policies\[1\]: 'keep' is given twice"),
         ({"policies": [{**KEEP, "flga": 1}]}, "unexpected keyword argument 'flga'"),
         ({"budgets": [2, "tokens:1"]}, r"Keep needs 2 entries"),
         ({"budgets": [2, "tokens:3"]}, r"keep on base: Keep does not fit 2 layers"),

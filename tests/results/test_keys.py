@@ -154,7 +154,7 @@ def test_a_row_keeps_all_options_those_by_default_too(make_config):
 def test_models_of_one_variant_and_seed_have_no_common_cell(plan, tmp_path):
     same = {"path": str(tmp_path / "compressed"), "variant": "cr2", "seed": 0}
     base = {"path": str(tmp_path / "stock"), "seed": 0}
-    with pytest.raises(ValueError, match="base/keep/bytes:cr2/needle/seed0 is there twice: models of one variant need"):
+    with pytest.raises(ValueError, match="base/keep/bytes:cr2/needle/seed0 is given twice: give each model"):
         plan(models={"base": base, "a": same, "b": same}, budgets=["bytes"])
 
 

@@ -173,7 +173,7 @@ def test_a_row_keeps_the_settings_that_change_results(make_lm_eval):
     ("changes", "message"),
     [
         ({"tasks": [{"name": "a", "member": []}]}, "did you mean 'members'"),
-        ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is there twice"),
+        ({"tasks": [BOTH, "local_choice"]}, "'local_choice' is given twice"),
         ({"question": "hidden"}, "it is unknown where questions of 'both' begin; give the task a context_field"),
         ({"question": "both"}, "question=both: it is unknown where questions of 'both' begin"),
     ],

@@ -85,5 +85,5 @@ def test_an_upload_that_cannot_succeed_is_refused_without_asking_the_hub(hub, mo
         with pytest.raises(ValueError, match="push_to_hub=me/tiny: HF_HUB_OFFLINE is set"):
             check_push("me/tiny")
     monkeypatch.setattr("dmc.training.model_folder.get_token", lambda: None)
-    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token of the hub: log in with `hf auth"):
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: no Hugging Face token was found: log in with `hf auth"):
         check_push("me/tiny")

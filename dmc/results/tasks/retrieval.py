@@ -131,7 +131,7 @@ class Needle(TextRecall):
         if not start.strip() or "{" in start:
             raise ValueError(
                 f"question_text={self.question_text!r}: expected the beginning of the answer behind the last question "
-                "mark or line end, without names in braces: it is fed when the cache has been compressed"
+                "mark or line end, without names in braces: it is fed after the cache is compressed"
             )
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
@@ -148,7 +148,7 @@ class Needle(TextRecall):
         fact, asked = encoder.encode(self.fact.format(**said)), encoder.ask(self.question_text.format(**said))
         room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
         if room < 0:
-            raise ValueError(f"lengths: {length} tokens have no room for fact and question, at least {length - room}")
+            raise ValueError(f"lengths: {length} tokens leave no room for fact and question: give {length - room}")
         cut = round(depth * room)
         context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
         return self.sample(context, asked, encoder.encode(f" {said['number']}"), place)
@@ -192,7 +192,7 @@ class KeyValuePairs(TextRecall):
             pairs.append((key, value))
             context += piece
         if not pairs:
-            raise ValueError(f"lengths: {length} tokens have no room for a single pair of UUIDs")
+            raise ValueError(f"lengths: {length} tokens leave no room for a single pair of UUIDs: give more")
         key, value = pairs[round(depth * (len(pairs) - 1))]
         asked, answer = encoder.ask(self.asks.format(key=key)), encoder.encode(f'{value}"')
         return replace(self.sample(context, asked, answer, place), context=(length, number))

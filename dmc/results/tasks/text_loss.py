@@ -69,7 +69,7 @@ class TextLoss(TextTask):
         begin = list(framing_of(tokenizer).begin) if tokenizer is not None else []
         context = self.context_tokens - len(begin)
         if context < 0:
-            raise ValueError(f"context_tokens={self.context_tokens}: a text begins with {len(begin)} special tokens")
+            raise ValueError(f"context_tokens={self.context_tokens}: give at least the {len(begin)} special tokens")
         windows = self.windows(tokenizer, context + self.scored_tokens)
         samples = []
         for index in spread(self.num_samples, len(windows)):

@@ -245,7 +245,7 @@ class TrainingConfig:
             if name != "retrofit" and (stage.ramp_fraction, stage.ramp_to) != (None, None):
                 raise ValueError(f"training.stages.{name}: ramp_fraction and ramp_to are for the retrofit stage only")
         if self.ratio_control is not None and self.ratio_weight == 0:
-            raise ValueError("training.ratio_weight=0 with training.ratio_control: 0 times any factor stays 0")
+            raise ValueError("training.ratio_control multiplies training.ratio_weight: give a weight above 0")
 
     @property
     def tokens_per_step(self) -> int:
