@@ -94,10 +94,10 @@ def test_the_engine_with_open_gates_is_the_parallel_form(family, tmp_path):
     engine = Engine(model)
     together = engine.generate(prompts, GREEDY)
     alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [generation.token_ids for generation in together] == [generation.token_ids for generation in alone]
     for prompt, generated in zip(prompts, together, strict=True):
-        whole = torch.tensor([prompt + generated.token_ids])
-        parallel = logits_of(model, whole[:, :-1])
+        sequence = torch.tensor([prompt + generated.token_ids])
+        parallel = logits_of(model, sequence[:, :-1])
         assert parallel[0, len(prompt) - 1 :].argmax(-1).tolist() == generated.token_ids
         assert 1.05 < generated.stats.achieved_ratio < 8
     decoded = engine.score([prompts[0][:1]], [prompts[0][1:]])[0]
@@ -108,7 +108,7 @@ def test_the_engine_with_open_gates_is_the_parallel_form(family, tmp_path):
     for load in (AutoModelForCausalLM.from_pretrained, load_model):
         loaded = load(tmp_path)
         assert type(loaded) is type(model)
-        assert_close(logits_of(loaded, whole), logits_of(model, whole))
+        assert_close(logits_of(loaded, sequence), logits_of(model, sequence))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
