@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +106,8 @@ def check_serving(place: Any) -> Rows:
             yield from _of_dtype(place, dtype)
     yield check_sampler(place)
     yield check_graphs(place)
+    if place.device == "cuda":
+        yield from check_waits(place)
     if place.has_triton:
         missing = [name for name, count in counts.items() if not count]
         ran = f"never ran: {', '.join(missing)}" if missing else "each one's launches: " + _listed(counts)
@@ -175,6 +178,27 @@ def check_graphs(place: Any) -> dict[str, Any]:
             recorded += one._runner.num_recorded_steps > 0
     holds = equal == 24 and (place.device == "cpu" or recorded == 24)
     return row("CUDA graphs, two engines, tokens of eager steps", equal, "of 24", f"recorded {recorded}", holds=holds)
+
+
+def check_waits(place: Any) -> Rows:
+    """What the host waits for in one layer while a prompt is fed and its cache compressed, as CUDA counts it."""
+    chosen = (None, policies.H2O, policies.SnapKV, policies.D2O, policies.CaM, policies.KVzip, policies.LAVa)
+    shallow, deep = (random_model(place.shape(layers), place.dtype, place.device) for layers in (2, 4))
+    prompt = torch.randint(shallow.config.vocab_size, (place.size(700, 22),)).tolist()
+    for policy in chosen:
+        counts = []
+        for model in (shallow, deep):
+            engine = Engine(model, policy=policy and policy(budget=Budget(ratio=2)), memory=place.size(2**29, 2**22))
+            for _ in range(2):  # the first pass compiles
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    engine.generate([prompt], SamplingParams(max_new_tokens=1))
+                    torch.cuda.set_sync_debug_mode("default")
+            counts.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in caught))
+        of_layer, name = (counts[1] - counts[0]) / 2, "full cache" if policy is None else policy.__name__
+        most = policy is policies.LAVa  # counts budgets before the next layer runs
+        yield row(f"waits of a layer, prompt, {name}", of_layer, f"of {most:d}", holds=of_layer <= most)
 
 
 def _listed(counts: Counter[str]) -> str:

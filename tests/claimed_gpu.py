@@ -101,6 +101,7 @@ def claimed_gpu():
         patch.setattr(torch.cuda, "Stream", _Stream)
         patch.setattr(torch.cuda, "current_stream", _Stream)
         patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device="cuda") is made where no mode sees it
         try:
             yield GPU

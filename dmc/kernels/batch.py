@@ -27,6 +27,13 @@ class Phase(enum.Flag):
 GENERATED = Phase(0)
 
 
+def on_device(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """Copy numbers of the host to a device; it waits for nothing, as a copy of memory that may move would."""
+    if torch.device(device).type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
 @dataclass(eq=False)
 class ForwardBatch:
     """New tokens of S sequences, T in all, in one flat row without padding, the tokens of a sequence contiguous.
@@ -86,12 +93,12 @@ class ForwardBatch:
     @cached_property
     def row_index(self) -> Tensor:
         """`rows` on the device, int64 [S]."""
-        return torch.tensor(self.rows, device=self.device)
+        return on_device(torch.tensor(self.rows), self.device)
 
     @cached_property
     def begin_index(self) -> Tensor:
         """`begins` on the device, int64 [S]."""
-        return torch.tensor(self.begins, device=self.device)
+        return on_device(torch.tensor(self.begins), self.device)
 
     @cached_property
     def _even(self) -> int | None:
@@ -103,21 +110,21 @@ class ForwardBatch:
         """Where the tokens of each sequence begin in the flat row, and the end, int64 [S + 1]."""
         if (count := self._even) is not None:
             return torch.arange(0, self.num_tokens + 1, count, device=self.device)
-        return torch.tensor([0, *self.num_new]).cumsum(0).to(self.device)
+        return on_device(torch.tensor([0, *self.num_new]).cumsum(0), self.device)
 
     @cached_property
     def sequence(self) -> Tensor:
         """Index of each token's sequence, int64 [T]."""
         if (count := self._even) is not None:
             return torch.arange(self.num_tokens, device=self.device) // count
-        return torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.num_new)).to(self.device)
+        return on_device(torch.arange(len(self.rows)).repeat_interleave(torch.tensor(self.num_new)), self.device)
 
     @cached_property
     def offset(self) -> Tensor:
         """Index of each token among the new ones of its sequence, int64 [T]."""
         if (count := self._even) is not None:
             return torch.arange(self.num_tokens, device=self.device) % count
-        return torch.cat([torch.arange(new) for new in self.num_new]).to(self.device)
+        return on_device(torch.cat([torch.arange(new) for new in self.num_new]), self.device)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -125,7 +132,7 @@ class ForwardBatch:
         if (count := self._even) is not None:
             return (self.begin_index[:, None] + torch.arange(count, device=self.device)).flatten()
         every = [torch.arange(begin, begin + new) for begin, new in zip(self.begins, self.num_new, strict=True)]
-        return torch.cat(every).to(self.device)
+        return on_device(torch.cat(every), self.device)
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -146,12 +153,12 @@ class ForwardBatch:
     @cached_property
     def tokens_seen(self) -> Tensor:
         """`ends` on the device, int64 [S]."""
-        return torch.tensor(self.ends, device=self.device)
+        return on_device(torch.tensor(self.ends), self.device)
 
     @cached_property
     def ends_of_prompts(self) -> Tensor:
         """`prompt_ends` on the device, int64 [S]."""
-        return torch.tensor(self.prompt_ends, device=self.device)
+        return on_device(torch.tensor(self.prompt_ends), self.device)
 
     def extended(self, count: int) -> ForwardBatch:
         """Begin each sequence `count` positions earlier; tokens before its start have negative positions."""
@@ -180,7 +187,7 @@ class ForwardBatch:
         if size not in self._tiles:
             every = [(i, first) for i, new in enumerate(self.num_new) for first in range(0, new, size)]
             every.sort(key=lambda tile: self.begins[tile[0]] + tile[1], reverse=True)
-            self._tiles[size] = torch.tensor(every, dtype=torch.int32, device=self.device)
+            self._tiles[size] = on_device(torch.tensor(every, dtype=torch.int32), self.device)
         return self._tiles[size]
 
     def by_head(self, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -230,7 +237,7 @@ class ForwardBatch:
         if members == list(range(members[0], members[-1] + 1)):
             return taken, slice(spans[members[0]].start, spans[members[-1]].stop)
         where = [torch.arange(spans[i].start, spans[i].stop) for i in members]
-        return taken, torch.cat(where).to(self.device)
+        return taken, on_device(torch.cat(where), self.device)
 
     def cut(self, first: int, end: int) -> ForwardBatch:
         """Take tokens first..end-1 of each sequence."""

@@ -17,7 +17,7 @@ is in entries per KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -55,8 +55,6 @@ class Entries:
     """Returns a copy of the positions, see `positions`."""
     read_sums: Callable[[], dict[Sum, Tensor]]
     """Returns a copy of the sums, see `sums`."""
-    read_tokens: Callable[[], Tensor]
-    """Returns a copy of the first sequence's token ids, int64 [tokens_seen]."""
     read_keys: Callable[[], Tensor]
     """Returns a copy of the keys, rotated at their positions, [S, H, N, D]."""
     read_values: Callable[[], Tensor]
@@ -65,6 +63,8 @@ class Entries:
     """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
     nominal: Tensor
     """Budget at the end of the last prompt, entries per head, int64 [S]."""
+    tokens: Sequence[int] = ()
+    """At the end of a prompt: the ids of the tokens seen, on the host."""
     limit: int = 0
     """The same at the end of a prompt, when S = 1, on the host."""
     last_attention: Tensor | None = None
@@ -132,13 +132,15 @@ class Entries:
 
     def among_last(self, count: int | Tensor) -> Tensor:
         """Whether an entry is one of the youngest `count` (number, [S] or [S, H]) of its head, bool [S, H, N]."""
-        counts = torch.as_tensor(count, device=self.lengths.device)
-        counts = counts[:, None] if counts.dim() == 1 else counts
-        return self.positions >= self.nth_newest(self.positions, counts.expand_as(self.lengths))[..., None]
+        if isinstance(count, int):
+            counts = torch.full_like(self.lengths, count)  # a copy of a number to a GPU would wait for it
+        else:
+            counts = (count[:, None] if count.dim() == 1 else count).expand_as(self.lengths)
+        return self.positions >= self.nth_newest(self.positions, counts)[..., None]
 
     def among_first(self, count: int | Tensor) -> Tensor:
         """Whether an entry is one of the oldest `count` (number or [S]) of its head, bool [S, H, N]."""
-        counts = torch.as_tensor(count, device=self.lengths.device).view(-1, 1)
+        counts = count if isinstance(count, int) else count[:, None]
         return self.exists & ~self.among_last(self.lengths - counts)
 
 

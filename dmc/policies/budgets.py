@@ -44,12 +44,13 @@ def keep_top(scores: Tensor, count: int | Tensor) -> Tensor:
         Bool, shape of `scores`.
     """
     size, exists = scores.shape[-1], scores > -torch.inf
-    most = count if isinstance(count, int) else int(count.max())
-    if most <= 0 or (isinstance(count, int) and count >= size):
-        return exists & (most > 0)
-    top = scores.topk(min(most, size), dim=-1).values
-    place = torch.as_tensor(count, device=scores.device).clamp(1, size) - 1
-    cut = top.gather(-1, place.expand(*scores.shape[:-1], 1))
+    if isinstance(count, int):
+        if not 0 < count < size:
+            return exists & (count > 0)
+        cut = scores.topk(count, dim=-1).values[..., -1:]
+    else:
+        place = (count.clamp(1, size) - 1).expand(*scores.shape[:-1], 1)
+        cut = scores.sort(dim=-1, descending=True).values.gather(-1, place)
     above, equal = scores > cut, scores == cut
     missing = count - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= missing))) & exists
@@ -138,6 +139,11 @@ def spread_evenly(shares: Sequence[int], total: int, cap: int | Sequence[int]) -
         for order, i in enumerate(open_):
             filled[i] = min(filled[i] + added + (order < more), caps[i])
     return filled
+
+
+def mean_held(held: Sequence[Sequence[int]]) -> list[int]:
+    """Average what the heads of each layer hold, rounded up."""
+    return [-(-sum(heads) // len(heads)) for heads in held]
 
 
 def within(budgets: Sequence[int], held: Sequence[int]) -> list[int]:

@@ -60,13 +60,12 @@ class CAKE(EvictionPolicy):
         scores = (rows.mean(3) + self.gamma * variance(rows)).mean(2)
         return pool_before(entries, scores, window, self.kernel_size, "avg")
 
-    def layer_weight(self, entries: Entries, limit: int) -> float:
+    def layer_weight(self, entries: Entries, limit: int) -> Tensor:
         """H^(1/tau1) * V^(1/tau2), over all query heads."""
         rows, _ = self._before_window(entries, limit)
-        entropies = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64)
-        shifts = variance(rows).sum(dtype=torch.float64)
-        entropy, shift = torch.stack((entropies.clamp_min(0), shifts)).tolist()  # one wait for both
-        return entropy ** (1 / self.tau1) * shift ** (1 / self.tau2)
+        entropy = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64)
+        shift = variance(rows).sum(dtype=torch.float64)
+        return entropy.clamp_min(0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the weights, beside the window; an exact total."""

@@ -30,10 +30,8 @@ class CaM(H2O):
 
     merges: ClassVar[bool] = True  # type: ignore[misc]
 
-    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+    def merge(self, entries: Entries, leaving: Tensor, budget: int | Tensor) -> Rewrite | None:
         """Spread the values of evicted entries; see `EvictionPolicy.merge`."""
-        if not leaving.any():
-            return None
         followers = Followers(entries.exists & ~leaving, entries.positions, self.m)
         mass = entries.sums["mass"]
         chance = (mass / followers.mean(mass)).clamp(0, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.config.settings import NonNegative, checked_dataclass
+from dmc.kernels.batch import on_device
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 
@@ -27,8 +28,8 @@ class Random(EvictionPolicy):
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Uniform on [0, 1); see `EvictionPolicy.scores`."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + entries.layer_index) % 2**63)
-        lots = torch.rand(int(entries.tokens_seen[0]), entries.shape[1], generator=generator).T
-        return lots.to(entries.lengths.device)[None].gather(-1, entries.positions.clamp_min(0).long())
+        lots = torch.rand(len(entries.tokens), entries.shape[1], generator=generator).T
+        return on_device(lots, entries.lengths.device)[None].gather(-1, entries.positions.clamp_min(0).long())
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,5 @@ class Marked(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Positions, with those of marked tokens above all others; see `EvictionPolicy.scores`."""
-        tokens = entries.read_tokens()
-        marks = self.marked(tokens)[entries.positions.clamp_min(0).long()]
-        return entries.positions.float() + len(tokens) * marks
+        marks = on_device(self.marked(torch.tensor(entries.tokens)), entries.lengths.device)
+        return entries.positions.float() + len(marks) * marks[entries.positions.clamp_min(0).long()]

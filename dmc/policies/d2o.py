@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -65,21 +65,20 @@ class D2O(EvictionPolicy):
         """The threshold."""
         return 1
 
-    def layer_weight(self, entries: Entries, limit: int) -> float:
+    def layer_weight(self, entries: Entries, limit: int) -> Tensor:
         """Return -F_l, whose softmax is the share, or a weight in proportion to the share: 1 / F_l, 1, or exp(-l / L).
 
         F_l: the variance of each query head's attention to the entries, scaled to [0, 1] across the heads of the layer
         unless `scaled` is off, and averaged.
         """
-        if self.allocation == "uniform":
-            return 1.0
-        if self.allocation == "exponential":
-            return math.exp(-entries.layer_index / entries.num_layers)
+        if self.allocation in ("uniform", "exponential"):
+            depth = entries.layer_index / entries.num_layers
+            return torch.tensor(math.exp(-depth) if self.allocation == "exponential" else 1.0, dtype=torch.float64)
         assert entries.prompt_attention is not None
         variance = torch.stack([heads.flatten(0, 1).var(-1) for heads in entries.prompt_attention.double()])
         if self.scaled:
             variance = (variance - variance.min()) / (variance.max() - variance.min() + 1e-6)
-        spread = float(variance.mean())
+        spread = variance.mean()
         return -spread if self.allocation == "variance" else 1 / (spread + 1e-6)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
@@ -91,35 +90,35 @@ class D2O(EvictionPolicy):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Accumulated attention; +inf for sinks and recent entries; see `EvictionPolicy.scores`."""
-        budget = torch.as_tensor(budget, device=entries.lengths.device).view(-1)
-        sinks = (budget - 2).clamp(0, self.sinks)
-        if int(sinks.min()) < self.sinks:
-            warn_once(f"sinks={self.sinks} do not fit a budget of {int(budget.min())} entries: {int(sinks.min())} stay")
+        sinks: Any = (
+            min(max(budget - 2, 0), self.sinks) if isinstance(budget, int) else (budget - 2).clamp(0, self.sinks)
+        )
+        if isinstance(sinks, int) and sinks < self.sinks:
+            warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {sinks} stay")
         heavy = self.heavy_to_recent[0] * (budget - sinks) // sum(self.heavy_to_recent)
         stays = entries.among_first(sinks) | entries.among_last(budget - sinks - heavy)
         return entries.sums["mass"].masked_fill(stays, torch.inf)
 
-    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+    def merge(self, entries: Entries, leaving: Tensor, budget: int | Tensor) -> Rewrite | None:
         """Merge evicted entries that reach the threshold into the most similar entry of their head."""
-        if not leaving.any():
-            return None
         keys, values = entries.read_keys(), entries.read_values()
-        source = leaving.nonzero(as_tuple=True)
+        most = 1 if isinstance(budget, Tensor) else entries.num_entries - budget  # that leave a head
+        source = (~leaving).byte().argsort(dim=-1, stable=True)[..., :most]
+        leaves, staying = leaving.gather(-1, source), entries.exists & ~leaving
         compared = keys if self.similarity == "key" else values
-        similarity, target = most_similar(compared, leaving, entries.exists & ~leaving, entries.positions)
-        self._move_threshold(entries.memory, source[0], similarity)
-        merges = similarity >= entries.memory[source[0], 0]
-        sequence, head, slot = (index[merges] for index in source)
-        source, target, similarity = (sequence, head, slot), target[merges], similarity[merges]
-        taken_in = torch.zeros_like(leaving).index_put_((sequence, head, target), torch.tensor(True))
+        num_staying = entries.num_entries - most
+        similarity, target = most_similar(compared, source, staying, entries.positions, num_staying)
+        self._move_threshold(entries.memory, leaves, similarity)
+        merges = leaves & (similarity >= entries.memory[:, :, None])
+        taken_in = torch.zeros_like(leaving, dtype=torch.long).scatter_add_(-1, target, merges.long()) > 0
         slots = entries.slots.expand_as(leaving).where(taken_in, -1)
-        key, value = (merge_into(states, source, target, similarity, self.merge_rule) for states in (keys, values))
-        return Rewrite(slots, key, value)
+        given = source, target, merges, similarity, self.merge_rule
+        return Rewrite(slots, *(merge_into(states, *given) for states in (keys, values)))
 
-    def _move_threshold(self, memory: Tensor, sequence: Tensor, similarity: Tensor) -> None:
+    def _move_threshold(self, memory: Tensor, leaves: Tensor, similarity: Tensor) -> None:
         """Update the thresholds [S, 1] of sequences that evict: tau_t = beta u_t + (1 - beta) tau_(t-1)."""
-        count = torch.zeros_like(memory[:, 0]).index_add_(0, sequence, torch.ones_like(similarity))
-        mean = torch.zeros_like(count).index_add_(0, sequence, similarity) / count
+        count = leaves.sum((1, 2))
+        mean = similarity.where(leaves, 0.0).sum((1, 2)) / count
         moved = self.beta * mean + (1 - self.beta) * memory[:, 0]
         memory[:, 0] = torch.where(count > 0, mean.where(memory[:, 0].isnan(), moved), memory[:, 0])
 

@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens, VisibleKeys
-from dmc.kernels.batch import ForwardBatch, Phase
+from dmc.kernels.batch import ForwardBatch, Phase, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
-from dmc.policies.budgets import keep_top, within
+from dmc.policies.budgets import keep_top, mean_held, within
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.merging import rewrite
 from dmc.policies.protection import Protection, Protector, split_positions
 
 POWERS = {"mass": 1, "squares": 2}
@@ -109,9 +110,9 @@ class EvictionPolicy(Protection, CachePolicy):
         """
         return None
 
-    def layer_weight(self, entries: Entries, limit: int) -> float:
-        """Return the layer's weight in the division of the total budget."""
-        return 1.0
+    def layer_weight(self, entries: Entries, limit: int) -> Tensor:
+        """Return the layer's weight in the division of the total budget, float64 [] (`adapts_layers`)."""
+        raise NotImplementedError
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """Divide `limit * num_layers` entries per head among the layers seen so far.
@@ -142,8 +143,14 @@ class EvictionPolicy(Protection, CachePolicy):
         scores = entries.guarded(self.scores(entries, budget)).masked_fill(~entries.exists, -torch.inf)
         return entries.by_slot(keep_top(entries.in_order(scores), budget))
 
-    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
-        """Change entries that stay before `leaving`, bool [S, H, N], are evicted; default: nothing changes."""
+    def merge(self, entries: Entries, leaving: Tensor, budget: int | Tensor) -> Rewrite | None:
+        """Change entries that stay before others are evicted; default: nothing changes.
+
+        Args:
+            entries: entries of one layer.
+            leaving: which are evicted, bool [S, H, N]; of a generated token at most one of each head.
+            budget: entries per head that stay when a prompt ends, a number; of a generated token [S].
+        """
         return None
 
 
@@ -163,7 +170,8 @@ class PromptState:
 class SeenLayer:
     """State of a prompt's layer that waits for its final budget."""
 
-    weight: float
+    weight: Tensor | None
+    """Result of `EvictionPolicy.layer_weight`."""
     observed: Tensor | None
     """Result of `EvictionPolicy.observe`, [1, H, N]."""
 
@@ -212,10 +220,9 @@ class Eviction(CacheAttention):
         for part, where in batch.by_phase:
             if part.is_prompt:
                 self._look(layer_index, part, query[where], seen.slots[where], scaling)
-        for row, tokens_seen, phase in zip(batch.rows, batch.ends, batch.phases, strict=True):
+        for index, phase in enumerate(batch.phases):
             if Phase.LAST in phase:
-                state = self._prompts.pop((layer_index, row))
-                self._end_prompt(layer_index, row, tokens_seen, state, scaling)
+                self._end_prompt(layer_index, batch, index, scaling)
         return attended
 
     def _write_metadata(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
@@ -271,7 +278,7 @@ class Eviction(CacheAttention):
             entries.guarded(policy.scores(entries, limits)), entries.positions, entries.lengths, limits
         )
         if policy.merges:
-            self._rewrite(entries, rows, policy.merge(entries, entries.slots == slots[..., None]))
+            rewrite(layer, rows, policy.merge(entries, entries.slots == slots[..., None], limits))
         self._remember(entries, rows)
         self.backend.evict(layer, rows, slots)
         return attended
@@ -281,19 +288,20 @@ class Eviction(CacheAttention):
         if not self.policy.grows:
             return self.cache.fields["limits"][:, batch.row_index].long()
         limits = [self.policy.budget.entries(end) for end in batch.ends]
-        return torch.tensor(limits, device=batch.row_index.device).expand(self.cache.layout.num_layers, -1)
+        return on_device(torch.tensor(limits), batch.device).expand(self.cache.layout.num_layers, -1)
 
-    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, state: PromptState, scaling: float) -> None:
+    def _end_prompt(self, layer_index: int, batch: ForwardBatch, index: int, scaling: float) -> None:
         """Compress a layer whose prompt has ended, together with earlier ones if the policy weights layers."""
         policy, num_layers = self.policy, self.cache.layout.num_layers
-        limit = self._set_limit(layer_index, row, tokens_seen)
+        row, tokens_seen = batch.rows[index], batch.ends[index]
+        state, limit = self._prompts.pop((layer_index, row)), self._set_limit(layer_index, row, tokens_seen)
         if tokens_seen <= limit and not policy.protect:
             return
-        layer, rows = self.cache.layer(layer_index), torch.tensor([row], device=self.cache.layout.device)
-        length = self._length(layer_index, row, tokens_seen)
-        if length == 0:  # delayed gates hold back all tokens
+        layer, rows = self.cache.layer(layer_index), batch.row_index[index : index + 1]
+        held = self._held(layer_index, row, tokens_seen)
+        if (length := max(held[layer_index])) == 0:  # delayed gates hold back all tokens
             return
-        entries = self._entries(layer_index, rows, torch.tensor([tokens_seen], device=rows.device), length)
+        entries = self._entries(layer_index, rows, batch.tokens_seen[index : index + 1], length)
         if tokens_seen <= limit:
             self._protector.protect(layer, entries, row, limit)
             return
@@ -304,48 +312,51 @@ class Eviction(CacheAttention):
         seen = self._seen[row]
         if state.received is not None:
             entries.prompt_attention = state.received[None, ..., :length]  # as wide as the pass's longest prompt
-        entries.gathered, entries.limit = state.gathered, limit
+        entries.gathered, entries.limit, entries.tokens = state.gathered, limit, self.tokens[row][:tokens_seen]
         entries.observed = policy.observe(entries, limit)
-        seen.append(SeenLayer(policy.layer_weight(entries, limit), entries.observed))
+        weight = policy.layer_weight(entries, limit) if policy.adapts_layers else None
+        seen.append(SeenLayer(weight, entries.observed))
         self._remember(entries, rows)
-        held = self._held(layer_index, row, tokens_seen)
         if not policy.adapts_layers:
             budgets = policy.layer_budgets([1.0] * num_layers, limit, num_layers, tokens_seen)
             if self.cache.layout.compression is None or min(budgets) < max(budgets):
-                budgets = within(budgets, held)  # equal budgets do not compensate for layers that gates left small
+                budgets = within(budgets, mean_held(held))  # equal budgets are not for layers that gates left small
             self._protector.protect(layer, entries, row, budgets[layer_index])
             self._compress(entries, rows, budgets[layer_index], seen[-1])
         elif policy.recompresses or layer_index == num_layers - 1:
-            budgets = policy.layer_budgets([layer.weight for layer in seen], limit, num_layers, tokens_seen)
-            for index, budget in enumerate(within(budgets, held[: len(seen)])):
-                num_entries = self._length(index, row, tokens_seen)
-                earlier = self._entries(index, rows, entries.tokens_seen, num_entries)
+            weights, held = self._read_weights(row, seen, held)
+            budgets = policy.layer_budgets(weights, limit, num_layers, tokens_seen)
+            for earlier_index, budget in enumerate(within(budgets, mean_held(held[: len(seen)]))):
+                earlier = self._entries(earlier_index, rows, entries.tokens_seen, max(held[earlier_index]))
                 earlier.limit = limit
-                self._protector.protect(self.cache.layer(index), earlier, row, budget)
-                self._compress(earlier, rows, budget, seen[index])
+                self._protector.protect(self.cache.layer(earlier_index), earlier, row, budget)
+                self._compress(earlier, rows, budget, seen[earlier_index])
         if layer_index == num_layers - 1:
             del self._seen[row]
 
     def _set_limit(self, layer_index: int, row: int, tokens_seen: int) -> int:
         limit = max(1, self.policy.budget.entries(tokens_seen) - self.cache.layout.delay)  # delayed tokens count
         for name in ("limits", "nominal"):
-            self.cache.fields[name][layer_index, row] = limit
+            self.cache.fields[name][layer_index, row].fill_(limit)
         return limit
 
-    def _length(self, layer_index: int, row: int, tokens_seen: int) -> int:
-        """Return the entries of a layer's longest head; without a wait, unless gates or earlier layers decide."""
-        if self._has_positions and (not self.policy.recompresses or layer_index == len(self._seen[row])):
-            return max(self._lengths[row][layer_index]) + tokens_seen - int(self.cache.tokens_seen[row])
-        return int(self.cache.lengths[layer_index, row].max())
+    def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[list[int]]:
+        """Return the entries of each layer's heads before eviction, an upper bound in those yet to append."""
+        num_new = tokens_seen - int(self.cache.tokens_seen[row])
+        if self._has_positions:  # else gates decide
+            return [[length + num_new for length in heads] for heads in self._lengths[row]]
+        lengths: list[list[int]] = self.cache.lengths[:, row].tolist()
+        later = [[length + num_new for length in heads] for heads in lengths[layer_index + 1 :]]
+        return lengths[: layer_index + 1] + later
 
-    def _held(self, layer_index: int, row: int, tokens_seen: int) -> list[int]:
-        """Return each layer's mean entries per head, rounded up; an upper bound for layers yet to append."""
-        num_heads, num_new = self.cache.layout.num_kv_heads, tokens_seen - int(self.cache.tokens_seen[row])
-        if self._has_positions and not self.policy.recompresses:
-            return [-(-sum(heads) // num_heads) + num_new for heads in self._lengths[row]]
-        held = -(-self.cache.lengths[:, row].sum(-1) // num_heads)
-        held[layer_index + 1 :] += num_new  # not appended yet
-        return [*map(int, held.tolist())]
+    def _read_weights(self, row: int, seen: list[SeenLayer], held: list[list[int]]) -> tuple[list[float], Any]:
+        """Read the layers' weights, and what heads hold if layers have been compressed since `held`, in one wait."""
+        weights, num_heads = torch.stack([layer.weight for layer in seen if layer.weight is not None]), len(held[0])
+        if not self.policy.recompresses:
+            return weights.tolist(), held
+        numbers = torch.cat((weights, self.cache.lengths[:, row].flatten().double())).tolist()
+        begins = range(len(seen), len(numbers), num_heads)
+        return numbers[: len(seen)], [[int(length) for length in numbers[i : i + num_heads]] for i in begins]
 
     def _compress(self, entries: Entries, rows: Tensor, budget: int, seen: SeenLayer) -> None:
         """Compress a layer of one sequence to its budget."""
@@ -353,28 +364,18 @@ class Eviction(CacheAttention):
         if budget >= entries.num_entries:
             return
         entries.observed = None if seen.observed is None else seen.observed[..., : entries.num_entries]
-        keep = self.policy.keep(entries, budget) & entries.exists
-        if self.policy.merges and bool(keep.any()):  # nothing is kept where scores are NaN
-            self._rewrite(entries, rows, self.policy.merge(entries, entries.exists & ~keep))
+        layer, keep = self.cache.layer(entries.layer_index), self.policy.keep(entries, budget) & entries.exists
+        if self.policy.merges:
+            rewrite(layer, rows, self.policy.merge(entries, entries.exists & ~keep, budget))
         self._remember(entries, rows)
         if entries.observed is not None and self.policy.recompresses:
             moved = (~keep).byte().argsort(dim=-1, stable=True)  # as `compact` moves entries
             seen.observed = entries.observed.masked_fill(~keep, -torch.inf).gather(-1, moved)
-        self.backend.compact(self.cache.layer(entries.layer_index), rows, keep)
+        self.backend.compact(layer, rows, keep)
 
     def _remember(self, entries: Entries, rows: Tensor) -> None:
         if entries.memory.numel() > 0:
             self.cache.fields["memory"][entries.layer_index, rows] = entries.memory
-
-    def _rewrite(self, entries: Entries, rows: Tensor, rewrite: Rewrite | None) -> None:
-        """Write the new keys and values of entries that stay."""
-        if rewrite is None:
-            return
-        layer, chosen = self.cache.layer(entries.layer_index), rewrite.slots >= 0
-        place = places(layer.block_tables[rows], rewrite.slots.clamp_min(0), layer.block_size)[chosen]
-        for pages, states in ((layer.key_pages, rewrite.key), (layer.value_pages, rewrite.value)):
-            if states is not None:
-                pages.view(-1, pages.shape[-1])[place] = states[chosen].to(pages.dtype)
 
     def _entries(self, layer_index: int, rows: Tensor, tokens_seen: Tensor, num_entries: int) -> Entries:
         layer, fields, sums = self.cache.layer(layer_index), self.cache.fields, self.policy.sums
@@ -401,7 +402,6 @@ class Eviction(CacheAttention):
             read_positions=read_positions if positions is None else lambda: positions,
             protected=protected,
             read_sums=lambda: dict(zip(sums, self.backend.read_metadata(layer, rows, sums, num_entries), strict=True)),
-            read_tokens=lambda: torch.tensor(self.tokens[int(rows[0])][: int(tokens_seen[0])], device=rows.device),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),
             read_values=lambda: gather(layer.value_pages, layer.value_scales),
             rotate=lambda states, positions: rotate(states.float(), *self._rotary(positions)),

@@ -12,7 +12,7 @@ from dmc.budget import Budget
 from dmc.compression import rotate
 from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens
-from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_slots, places
 from dmc.kernels.probabilities import QUERY_BLOCK
@@ -194,17 +194,19 @@ class InfLLMAttention(CacheAttention):
         policy, device, num_new = self.policy, query.device, batch.most_new
         complete = [policy.num_complete(begin) for begin in batch.begins]
         sequences, size, most = len(complete), policy.block_size, max(complete)
-        end = policy.initial + torch.tensor(complete, device=device)[:, None] * size
+        num_complete = on_device(torch.tensor(complete), device)
+        end = policy.initial + num_complete[:, None] * size
         parts = [torch.arange(policy.initial, device=device).expand(sequences, -1)]
         if most > 0:
             counts = [min(policy.num_blocks(e), c) for e, c in zip(batch.prompt_ends, complete, strict=True)]
             relevance = self._relevance(layer_index, batch, query, most)
-            exists = torch.arange(most, device=device) < torch.tensor(complete, device=device)[:, None]
+            exists = torch.arange(most, device=device) < num_complete[:, None]
             relevance = relevance.masked_fill(~exists, -torch.inf)
-            chosen = top_positions(relevance, torch.tensor(counts, device=device), max(counts))
+            num_chosen = on_device(torch.tensor(counts), device)
+            chosen = top_positions(relevance, num_chosen, max(counts))
             first = policy.initial + chosen * size
             tokens = first[..., None] + torch.arange(size, device=device)
-            is_chosen = torch.arange(chosen.shape[1], device=device) < torch.tensor(counts, device=device)[:, None]
+            is_chosen = torch.arange(chosen.shape[1], device=device) < num_chosen[:, None]
             parts.append(tokens.where(is_chosen[..., None], -1).flatten(1))
         parts.append(end + torch.arange(size + num_new - 1, device=device))  # complete blocks end less than a block ago
         return torch.cat(parts, dim=1)

@@ -21,7 +21,7 @@ from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.policies.base import Sum, above_all
 from dmc.policies.budgets import keep_top
-from dmc.policies.eviction import Eviction, EvictionPolicy, PromptState
+from dmc.policies.eviction import Eviction, EvictionPolicy
 from dmc.policies.layer_attention import Cache, RotaryTables
 
 
@@ -76,6 +76,19 @@ class KVzip(EvictionPolicy):
         return Reconstruction(cache, backend, self, rotary)
 
 
+@dataclass
+class EndedPrompt:
+    """A prompt that ends in a pass and exceeds its budget."""
+
+    row: int
+    rows: Tensor
+    """Its cache row on the device, int64 [1]."""
+    num_tokens: int
+    limit: int
+    longest: list[int]
+    """Entries of each layer's longest head."""
+
+
 class Reconstruction(Eviction):
     """Appends whole prompts, and compresses all layers together after a second pass."""
 
@@ -84,41 +97,41 @@ class Reconstruction(Eviction):
     @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         if layer_index == 0:
-            self._ended: list[tuple[int, int, int]] = []  # row, tokens and limit of the prompts that end in this pass
+            self._ended: list[EndedPrompt] = []  # in this pass
         return super().attend(layer_index, batch, query, tokens, scaling)
 
-    def _end_prompt(self, layer_index: int, row: int, tokens_seen: int, state: PromptState, scaling: float) -> None:
+    def _end_prompt(self, layer_index: int, batch: ForwardBatch, index: int, scaling: float) -> None:
+        row, tokens_seen = batch.rows[index], batch.ends[index]
+        del self._prompts[layer_index, row]
         limit = self._set_limit(layer_index, row, tokens_seen)
         if layer_index == 0 and tokens_seen > limit:
-            self._ended.append((row, tokens_seen, limit))
+            longest = [max(heads) for heads in self._held(layer_index, row, tokens_seen)]
+            self._ended.append(EndedPrompt(row, batch.row_index[index : index + 1], tokens_seen, limit, longest))
 
     @override
     def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
         policy, cache, scored = self.policy, self.cache, self.cache.fields["scored"]
         layers = [cache.layer(index) for index in range(cache.layout.num_layers)]
-        for row, num_tokens, limit in self._ended:
-            rows, tokens = torch.tensor([row], device=cache.layout.device), self.tokens[row]
-            for begin in range(int(scored[0, row]), num_tokens, policy.chunk):
+        for prompt in self._ended:
+            rows, num_tokens, tokens = prompt.rows, prompt.num_tokens, self.tokens[prompt.row]
+            for begin in range(int(scored[0, prompt.row]), num_tokens, policy.chunk):  # forks share what is scored
                 end = min(begin + policy.chunk, num_tokens)
-                repetition = Repetition(cache, self.backend, rows, range(begin, end), policy.sinks)
+                repetition = Repetition(cache, self.backend, rows, prompt.longest, range(begin, end), policy.sinks)
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
-            scored[:, row] = num_tokens
-            scores = [self._scores(layer, rows, row, limit) for layer in layers]
-            keep = keep_top(
-                torch.cat([of_layer.flatten() for of_layer in scores]), limit * cache.lengths[:, row].numel()
-            )
+            scored[:, prompt.row] = num_tokens
+            scores = [self._scores(layer, prompt, count) for layer, count in zip(layers, prompt.longest, strict=True)]
+            total = prompt.limit * cache.lengths[:, prompt.row].numel()
+            keep = keep_top(torch.cat([of_layer.flatten() for of_layer in scores]), total)
             counts = [of_layer.numel() for of_layer in scores]
             for layer, kept, of_layer in zip(layers, keep.split(counts), scores, strict=True):
                 self.backend.compact(layer, rows, kept.view_as(of_layer))
 
-    def _scores(self, layer: LayerCache, rows: Tensor, row: int, limit: int) -> Tensor:
+    def _scores(self, layer: LayerCache, prompt: EndedPrompt, num_entries: int) -> Tensor:
         """Return the scores of a sequence's entries, [1, H, N]: +inf of sinks, -inf where there is no entry."""
-        positions, scores = self.backend.read_metadata(
-            layer, rows, ["position", "score"], int(layer.lengths[rows].max())
-        )
+        positions, scores = self.backend.read_metadata(layer, prompt.rows, ["position", "score"], num_entries)
         scores = scores.masked_fill(positions < self.policy.sinks, torch.inf)
         if self.policy.protect:
-            scores = above_all(scores, self._protector.chosen(row, positions, limit))
+            scores = above_all(scores, self._protector.chosen(prompt.row, positions, prompt.limit))
         return scores.masked_fill(positions < 0, -torch.inf)
 
 
@@ -130,6 +143,8 @@ class Repetition:
     backend: ModuleType
     rows: Tensor
     """Cache row of the sequence, int64 [1]."""
+    num_entries: list[int]
+    """Entries of each layer's longest head."""
     chunk: range
     """Positions of the tokens that are repeated."""
     sinks: int
@@ -138,7 +153,7 @@ class Repetition:
         """Attend from [1, H_q, T, D], already rotated, to the cache and to keys [1, H, T, D] up to the query's own."""
         layer = self.cache.layer(layer_index)
         tables = layer.block_tables[self.rows]
-        num_entries, num_new = int(layer.lengths[self.rows].max()), query.shape[2]
+        num_entries, num_new = self.num_entries[layer_index], query.shape[2]
         positions = self.backend.read_metadata(layer, self.rows, ["position"], num_entries)[0]
         exists, is_sink = positions >= 0, (positions >= 0) & (positions < self.sinks)
         keys, values = (
@@ -165,6 +180,7 @@ class Repetition:
             outputs.append(output)
             best = torch.maximum(best, (weights[..., :num_entries] / among.clamp_min(1e-30)).amax((1, 2)))
         slots = torch.arange(num_entries, device=query.device)[None, None]
-        place = places(tables, slots, layer.block_size)[repeated]
-        layer.entry_metadata["score"].view(-1)[place] = best[None][repeated]
+        place = places(tables, slots, layer.block_size)
+        scores = torch.where(repeated, best, 0.0)  # they have none yet; 0 beyond the length, wherever that leads
+        layer.entry_metadata["score"].view(-1).index_put_((place,), scores, accumulate=True)
         return torch.cat(outputs, dim=2).flatten(0, 1)[None].to(query.dtype)

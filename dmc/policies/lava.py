@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -58,15 +57,14 @@ class LAVa(SnapKV):
         ]
         return torch.stack(pooled).amax(0)
 
-    def layer_weight(self, entries: Entries, limit: int) -> float:
+    def layer_weight(self, entries: Entries, limit: int) -> Tensor:
         """Entropy of the layer's scores as one distribution, over its maximum; 0 if no score is above 0."""
         assert entries.observed is not None
         outside_window = entries.exists & (entries.observed < torch.inf)
         scores = entries.observed.double().where(outside_window, 0.0)
-        share = scores / scores.sum()
-        numbers = torch.stack((-torch.xlogy(share, share).sum(), scores.sum(), outside_window.sum().double()))
-        entropy, total, count = numbers.tolist()  # one wait for all three
-        return 0.0 if total == 0 else entropy / max(math.log(count), 1e-9)
+        total, most = scores.sum(), outside_window.sum().double().log().clamp_min(1e-9)
+        share = scores / total
+        return (-torch.xlogy(share, share).sum() / most).where(total != 0, 0.0)
 
     def layer_budgets(self, weights: list[float], limit: int, num_layers: int, tokens_seen: int) -> list[int]:
         """In proportion to the entropies, beside the window."""

@@ -1,4 +1,4 @@
-"""Merging of evicted entries: their values, or keys and values, are added to entries that stay."""
+"""Merging of evicted entries: their values, or keys and values, are added to entries that stay; without a host read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmc.policies.base import oldest_first
+from dmc.kernels.base import LayerCache
+from dmc.kernels.pages import places
+from dmc.policies.base import Rewrite, oldest_first
 
 MergeRule = Literal["weighted", "average"]
 SIMILARITY_BLOCK = 512
@@ -16,55 +18,76 @@ TIE = 1e-6
 """Cosines that differ by less count as equal: a repeated token has the same value in the first layer."""
 
 
-def most_similar(states: Tensor, leaving: Tensor, staying: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Find for each leaving entry of a head the staying one of highest cosine similarity (D2O, eq. 9).
+def most_similar(
+    states: Tensor, source: Tensor, staying: Tensor, positions: Tensor, num_staying: int
+) -> tuple[Tensor, Tensor]:
+    """Find for some entries of a head the staying one of highest cosine similarity (D2O, eq. 9).
 
     Args:
         states: keys or values, [S, H, N, D].
-        leaving: bool [S, H, N].
-        staying: bool [S, H, N]; every head with a leaving entry has one.
+        source: slots of the entries, int64 [S, H, K].
+        staying: bool [S, H, N]; without one in a head its results mean nothing.
         positions: [S, H, N].
+        num_staying: a bound of those that stay in a head.
     Returns:
-        For the leaving entries in the order of `leaving.nonzero()`: similarity, float32 [E], and slot, int64 [E];
-        the older one of equals.
+        Similarity, float32 [S, H, K], and slot, int64 [S, H, K]; the older one of equals.
     """
     normed = torch.nn.functional.normalize(states.float(), dim=-1)
-    order = oldest_first(staying, positions)[..., : int(staying.sum(-1).max())]
-    candidates = normed.gather(2, order[..., None].expand(*order.shape, normed.shape[-1]))
+    order = oldest_first(staying, positions)[..., :num_staying]
+    candidates = rows_of(normed, order).transpose(-1, -2)
     missing = ~staying.gather(2, order)[:, :, None]
-    similarity, target = normed.new_zeros(leaving.shape), torch.zeros_like(leaving, dtype=torch.long)
-    for begin in range(0, leaving.shape[-1], SIMILARITY_BLOCK):
-        block = slice(begin, begin + SIMILARITY_BLOCK)
-        if leaving[..., block].any():
-            cosine = (normed[:, :, block] @ candidates.transpose(-1, -2)).masked_fill(missing, -2.0)
-            highest = cosine.amax(-1, keepdim=True)
-            similarity[..., block] = highest[..., 0]
-            target[..., block] = order.gather(2, (cosine >= highest - TIE).byte().argmax(-1))  # the first of them
-    return similarity[leaving], target[leaving]
+    similarity, target = [], []
+    for block in source.split(SIMILARITY_BLOCK, dim=-1):
+        cosine = (rows_of(normed, block) @ candidates).masked_fill(missing, -2.0)
+        highest = cosine.amax(-1, keepdim=True)
+        similarity.append(highest[..., 0])
+        target.append(order.gather(2, (cosine >= highest - TIE).byte().argmax(-1)))  # the first of them
+    return torch.cat(similarity, dim=-1), torch.cat(target, dim=-1)
 
 
 def merge_into(
-    states: Tensor, source: tuple[Tensor, Tensor, Tensor], target: Tensor, similarity: Tensor, rule: MergeRule
+    states: Tensor, source: Tensor, target: Tensor, merges: Tensor, similarity: Tensor, rule: MergeRule
 ) -> Tensor:
     """Merge entries into others (D2O, eq. 11-12): k_j <- (e k_j + sum_i exp(u_ij) k_i) / (e + sum_i exp(u_ij)).
 
     Args:
         states: keys or values, [S, H, N, D].
-        source: sequence, head and slot of the entries that merge, int64 [E] each.
-        target: slot of the entry of the same head that each is merged into, int64 [E].
-        similarity: u, [E].
+        source: slots of some entries, int64 [S, H, K].
+        target: slot of the entry of the same head that each is merged into, int64 [S, H, K].
+        merges: which of them merge, bool [S, H, K].
+        similarity: u, [S, H, K].
         rule: the weights above, or the plain average.
     Returns:
         Float32 [S, H, N, D].
     """
     target_weight = 1.0 if rule == "average" else torch.e
-    weight = torch.ones_like(similarity) if rule == "average" else similarity.exp()
-    place = source[0], source[1], target
-    total = torch.full(states.shape[:3], target_weight, device=states.device).index_put_(place, weight, accumulate=True)
-    merged = (target_weight * states.float()).index_put_(
-        place, weight[:, None] * states[source].float(), accumulate=True
-    )
-    return merged / total[..., None]
+    weight = (torch.ones_like(similarity) if rule == "average" else similarity.exp()).where(merges, 0.0)
+    added = (weight[..., None] * rows_of(states, source).float()).where(merges[..., None], 0.0)  # 0 times NaN is NaN
+    heads = torch.arange(0, states[..., 0].numel(), states.shape[2], device=states.device)
+    place = ((target.flatten(0, 1) + heads[:, None]).flatten(),)  # atomic additions would not repeat on a GPU
+    total = torch.full_like(states[..., 0], target_weight, dtype=torch.float32).flatten()
+    total.index_put_(place, weight.flatten(), accumulate=True)
+    merged = (target_weight * states.float()).flatten(0, 2).index_put_(place, added.flatten(0, 2), accumulate=True)
+    return (merged / total[:, None]).view(states.shape)
+
+
+def rows_of(states: Tensor, slots: Tensor) -> Tensor:
+    """Copy the states [S, H, N, D] of slots, int64 [S, H, K]: [S, H, K, D]."""
+    return states.gather(2, slots[..., None].expand(*slots.shape, states.shape[-1]))
+
+
+def rewrite(layer: LayerCache, rows: Tensor, wanted: Rewrite | None) -> None:
+    """Write new keys and values of entries that stay, of cache rows int64 [S], which hold one in each head at least."""
+    if wanted is None:
+        return
+    chosen, every = wanted.slots >= 0, torch.arange(wanted.slots.shape[-1], device=rows.device)
+    index = every.where(chosen, chosen.byte().argmax(-1, keepdim=True))  # a head's others repeat its first
+    slots, writes = wanted.slots.gather(-1, index).clamp_min(0), chosen.any(-1)[..., None, None]
+    place = places(layer.block_tables[rows], slots, layer.block_size)
+    for pages, states in ((layer.key_pages, wanted.key), (layer.value_pages, wanted.value)):
+        if states is not None:
+            flat = pages.view(-1, pages.shape[-1])
+            flat[place] = rows_of(states, index).to(pages.dtype).where(writes, flat[place])
 
 
 class Followers:

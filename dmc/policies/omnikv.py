@@ -21,7 +21,7 @@ from typing_extensions import override
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
-from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
@@ -269,7 +269,7 @@ class OmniKVAttention(CacheAttention):
         attended, scores = self._look(layer_index, batch, query, prompt, scaling)
         scores = scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= prompt[:, None], -torch.inf)
         counts = [self.policy.num_chosen(end) for end in batch.prompt_ends]
-        num_chosen = torch.tensor(counts, device=prompt.device)
+        num_chosen = on_device(torch.tensor(counts), prompt.device)
         choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen, counts)
         if self.policy.lazy_reload is not None:
             self._prefer_last_choice(layer_index, batch, choice, self.policy.lazy_reload)
@@ -393,4 +393,4 @@ class SparsePrefill:
         for block in attention_probabilities(chunk.transpose(0, 1)[None], layer, rows, slots, scaling, begin):
             distances = torch.zeros(1, block.shape[3], dtype=torch.long, device=rows.device)
             scores += selection_scores(block.flatten(1, 2), selector_weights(distances, "uniform"))
-        return top_positions(scores, torch.tensor([count], device=rows.device), count)[0]
+        return top_positions(scores, on_device(torch.tensor([count]), rows.device), count)[0]

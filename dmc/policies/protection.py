@@ -14,7 +14,7 @@ from typing_extensions import Self
 from dmc.budget import rounded_down
 from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache
-from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.pages import places
 from dmc.policies.base import Entries
 from dmc.policies.layer_attention import CacheAttention
@@ -102,7 +102,8 @@ class Protector:
         for row in rows if self._policy.protect else ():
             end, seen = batch.ends[batch.rows.index(row)], self._attention
             prompts = [prompt for prompt in seen.prompts[row] if prompt[1] <= end]
-            self._ranks[row] = nearness(prompts, seen.tokens[row][:end], self._policy.bounds or ()).to(batch.device)
+            ranks = nearness(prompts, seen.tokens[row][:end], self._policy.bounds or ())
+            self._ranks[row] = on_device(ranks, batch.device)
 
     def chosen(self, row: int, positions: Tensor, budget: int) -> Tensor:
         """Return which entries of a sequence are protected in a layer of this budget; positions [S, H, N] or -1."""

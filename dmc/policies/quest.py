@@ -11,7 +11,7 @@ from typing_extensions import override
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens, VisibleKeys
-from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, small_pages
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
@@ -134,7 +134,7 @@ class QuestAttention(CacheAttention):
         scores = upper_bounds(grouped, lowest[ids].float(), largest[ids].float())
         scores = scores.masked_fill((page == newest)[:, None], torch.inf)
         scores = scores.masked_fill((page > newest)[:, None], -torch.inf)
-        counts = torch.tensor(reads, device=device)[:, None].expand(-1, heads)
+        counts = on_device(torch.tensor(reads), device)[:, None].expand(-1, heads)
         chosen = top_positions(scores, counts, max(reads))  # ascending: the newest page, which may not be full, is last
         lengths = (counts - 1) * size + batch.positions[:, None] % size + 1
         pages = small_pages(layer.key_pages, size), small_pages(layer.value_pages, size)

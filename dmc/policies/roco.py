@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, ClassVar
 
 import torch
@@ -39,8 +38,8 @@ class RoCo(EvictionPolicy):
         """Mean attention; +inf for the safe ones; see `EvictionPolicy.scores`."""
         mean = entries.sums["mass"] / entries.num_queries
         deviation = (entries.sums["squares"] / entries.num_queries - mean.square()).clamp_min(0).sqrt()
-        budgets = [budget] if isinstance(budget, int) else budget.tolist()
-        num_safe = torch.tensor([math.floor(self.recent_ratio * count) + 1 for count in budgets], device=mean.device)
+        counts = entries.nominal.new_full((1,), budget) if isinstance(budget, int) else budget
+        num_safe = (self.recent_ratio * counts.double()).long() + 1
         deviation = deviation.masked_fill(entries.among_last(num_safe.clamp_max(NEWEST)), torch.inf)
         deviation = entries.in_order(deviation.masked_fill(~entries.exists, -torch.inf))
         return mean.masked_fill(entries.by_slot(keep_top(deviation, num_safe[:, None, None])), torch.inf)

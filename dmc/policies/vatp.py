@@ -31,8 +31,8 @@ class VATP(H2O):
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """H2O's; +inf for the sinks; see `EvictionPolicy.scores`."""
-        heavy = torch.as_tensor(budget - self.num_recent(budget), device=entries.lengths.device)
-        if isinstance(budget, int) and budget - self.num_recent(budget) < self.sinks:
-            kept = budget - self.num_recent(budget)
-            warn_once(f"sinks={self.sinks} do not fit the heavy half of a budget of {budget} entries: {kept} are kept")
-        return super().scores(entries, budget).masked_fill(entries.among_first(heavy.clamp_max(self.sinks)), torch.inf)
+        heavy = budget - self.num_recent(budget)
+        if isinstance(heavy, int) and heavy < self.sinks:
+            warn_once(f"sinks={self.sinks} do not fit the heavy half of a budget of {budget} entries: {heavy} are kept")
+        sinks = min(heavy, self.sinks) if isinstance(heavy, int) else heavy.clamp_max(self.sinks)
+        return super().scores(entries, budget).masked_fill(entries.among_first(sinks), torch.inf)

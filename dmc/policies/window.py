@@ -44,7 +44,7 @@ class StreamingLLM(LocalWindow):
     @property
     @override
     def merges(self) -> bool:  # type: ignore[override]
-        return self.rerotate
+        return self.rerotate and self.sinks > 0
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
         """Space for the sinks' original keys, for `rerotate`."""
@@ -54,10 +54,10 @@ class StreamingLLM(LocalWindow):
         """Positions; +inf for the sinks; see `EvictionPolicy.scores`."""
         if isinstance(budget, int) and budget - 1 < self.sinks:
             warn_once(f"sinks={self.sinks} do not fit a budget of {budget} entries: {max(budget - 1, 0)} are kept")
-        sinks = torch.as_tensor(budget - 1, device=entries.lengths.device).clamp_max(self.sinks)
+        sinks = min(budget - 1, self.sinks) if isinstance(budget, int) else (budget - 1).clamp_max(self.sinks)
         return super().scores(entries, budget).masked_fill(entries.among_first(sinks), torch.inf)
 
-    def merge(self, entries: Entries, leaving: Tensor) -> Rewrite | None:
+    def merge(self, entries: Entries, leaving: Tensor, budget: int | Tensor) -> Rewrite | None:
         """Rotate the sinks' keys by as many positions as entries were evicted.
 
         They are rotated from their keys at the first eviction: repeated rotations would add up errors.
@@ -67,8 +67,6 @@ class StreamingLLM(LocalWindow):
         before_gap = (entries.exists & (entries.in_order(leaving).cumsum(-1) == 0))[:, 0, : self.sinks]
         turns = gone[:, None] + entries.slots[: self.sinks] - entries.in_order(entries.positions)[:, 0, : self.sinks]
         turns = turns * before_gap
-        if not bool((turns > 0).any()):
-            return None
         keys = entries.read_keys()
         keys = keys.gather(2, slots[..., None].expand(*slots.shape, keys.shape[-1])).float()
         first = entries.memory.view(len(keys), keys.shape[1], self.sinks, -1)[:, :, : keys.shape[2]]

@@ -118,7 +118,7 @@ def make_entries():
             memory=parts.pop("memory", torch.full((1, 1), torch.nan)),
             read_positions=lambda: positions,
             read_sums=lambda: sums,
-            read_tokens=lambda: torch.arange(length),
+            tokens=range(length),
             read_keys=lambda: keys,
             read_values=lambda: values,
             rotate=lambda states, turns: states,

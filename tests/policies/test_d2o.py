@@ -78,7 +78,7 @@ def entries_with_one_leaving(make_entries, similarity, threshold):
 )
 def test_the_threshold_follows_the_similarities(make_entries, before, similarity, after):
     entries = entries_with_one_leaving(make_entries, similarity, before)
-    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
+    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]), 2)
     assert entries.memory.item() == pytest.approx(after)
     merged = [0] if similarity >= after - 1e-6 else []
     assert [age for age in rewrite.slots.flatten().tolist() if age >= 0] == merged
@@ -86,7 +86,7 @@ def test_the_threshold_follows_the_similarities(make_entries, before, similarity
 
 def test_weights_of_a_merge_sum_to_one(make_entries):
     entries = entries_with_one_leaving(make_entries, 0.5, torch.nan)
-    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]))
+    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.tensor([[[False, False, True]]]), 2)
     weight, other = (math.exp(similarity) / (math.exp(1) + math.exp(0.5)) for similarity in (1, 0.5))
     assert weight + other == pytest.approx(1)
     assert rewrite.key[0, 0, 0].tolist() == pytest.approx([weight * 2 + other * 2, other * 4 * COSINES[0.5]])
@@ -95,5 +95,6 @@ def test_weights_of_a_merge_sum_to_one(make_entries):
 
 def test_what_nothing_takes_in_stays_as_it_was(make_entries):
     entries = entries_with_one_leaving(make_entries, 0.6, 0.8)
-    assert D2O(budget=Budget(tokens=2)).merge(entries, torch.zeros(1, 1, 3, dtype=torch.bool)) is None
+    rewrite = D2O(budget=Budget(tokens=2)).merge(entries, torch.zeros(1, 1, 3, dtype=torch.bool), 2)
+    assert (rewrite.slots < 0).all()
     assert entries.memory.item() == pytest.approx(0.8)

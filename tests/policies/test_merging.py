@@ -30,32 +30,37 @@ def positions_of(random, shape):
 def test_each_entry_that_goes_finds_the_most_similar_one_that_stays(random, length):
     states = torch.randn(2, 3, length, 4, generator=random)
     leaving, staying = leaving_and_staying(random, length=length)
-    similarity, target = most_similar(states, leaving, staying, positions_of(random, states.shape[:3]))
+    source = torch.arange(length).expand(leaving.shape)
+    positions, most = positions_of(random, states.shape[:3]), int(staying.sum(-1).max())
+    similarity, target = most_similar(states, source, staying, positions, most)
     normed = states.double() / states.double().norm(dim=-1, keepdim=True)
-    for (sequence, head, age), u, found in zip(leaving.nonzero().tolist(), similarity, target, strict=True):
+    for sequence, head, age in leaving.nonzero().tolist():
         cosines = (normed[sequence, head] @ normed[sequence, head, age]).where(staying[sequence, head], -9.0)
-        assert found == cosines.argmax()
-        assert u.item() == pytest.approx(cosines.max().item(), abs=1e-5)
+        assert target[sequence, head, age] == cosines.argmax()
+        assert similarity[sequence, head, age].item() == pytest.approx(cosines.max().item(), abs=1e-5)
 
 
 def test_of_equally_similar_entries_the_older_is_found():
     states = torch.tensor([[1.0, 0], [2, 2], [0.3, 0.3], [5, 5]]).view(1, 1, 4, 2)
-    leaving = torch.tensor([False, False, False, True]).view(1, 1, 4)
-    similarity, target = most_similar(states, leaving, ~leaving, torch.tensor([[[0, 7, 3, 9]]]))
-    assert target.tolist() == [2] and similarity.item() == pytest.approx(1)
+    staying = torch.tensor([True, True, True, False]).view(1, 1, 4)
+    similarity, target = most_similar(states, torch.tensor([[[3]]]), staying, torch.tensor([[[0, 7, 3, 9]]]), 3)
+    assert target.item() == 2 and similarity.item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("rule", ["weighted", "average"])
 def test_merges_agree_with_a_loop(random, rule):
     states = torch.randn(2, 3, 12, 4, generator=random)
     leaving, staying = leaving_and_staying(random)
-    similarity, target = most_similar(states, leaving, staying, positions_of(random, states.shape[:3]))
-    merged = merge_into(states, leaving.nonzero(as_tuple=True), target, similarity, rule)
+    states[~(leaving | staying)] = torch.nan  # of another sequence
+    source = (~leaving).byte().argsort(dim=-1, stable=True)
+    similarity, target = most_similar(states, source, staying, positions_of(random, states.shape[:3]), 12)
+    merges = leaving.gather(-1, source)
+    merged = merge_into(states, source, target, merges, similarity, rule)
     taken = {}
-    for (sequence, head, age), into, u in zip(
-        leaving.nonzero().tolist(), target.tolist(), similarity.tolist(), strict=True
-    ):
-        taken.setdefault((sequence, head, into), []).append((age, math.exp(u) if rule == "weighted" else 1.0))
+    for sequence, head, index in merges.nonzero().tolist():
+        age, into = source[sequence, head, index].item(), target[sequence, head, index].item()
+        weight = math.exp(similarity[sequence, head, index]) if rule == "weighted" else 1.0
+        taken.setdefault((sequence, head, into), []).append((age, weight))
     expected = states.clone().double()
     for (sequence, head, into), members in taken.items():
         own_weight = math.e if rule == "weighted" else 1.0
@@ -63,7 +68,7 @@ def test_merges_agree_with_a_loop(random, rule):
         for age, weight in members:
             total = total + weight * states[sequence, head, age].double()
         expected[sequence, head, into] = total / (own_weight + sum(weight for _, weight in members))
-    torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("count", [1, 3, 99])

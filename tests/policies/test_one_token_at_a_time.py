@@ -109,7 +109,7 @@ def test_heads_may_choose_for_themselves_and_spare_the_newest(make_entries, evic
 def values_after(policy, entries, age):
     """Let one entry of a single head go; return what its head then holds, [N, D]."""
     leaving = entries.slots.eq(age).expand(entries.positions.shape)
-    rewrite, values = policy.merge(entries, leaving), entries.read_values()[0, 0].clone()
+    rewrite, values = policy.merge(entries, leaving, entries.nominal), entries.read_values()[0, 0].clone()
     for place, value in zip(rewrite.slots[0, 0].tolist(), rewrite.value[0, 0], strict=True):
         if place >= 0:
             values[place] = value

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from claimed_gpu import GPU, ClaimedTensor, claim_model, claimed_gpu
+from claimed_gpu import COPIES, GPU, ClaimedTensor, claim_model, claimed_gpu
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.scheduler import NopKernelSchedulerNode
@@ -28,6 +28,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels import reference
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
+from dmc.runtime import runner
 from dmc.runtime.paged_forward import PagedForward
 
 SHALLOW, DEEP = 2, 4
@@ -36,7 +37,10 @@ DATA_DEPENDENT = ("nonzero", "_local_scalar_dense", "masked_select", "unique2", 
 
 
 class Launches(TorchDispatchMode):
-    """Counts what is launched on the GPU, and what the host waits for."""
+    """Counts what is launched on the GPU, and what the host waits for.
+
+    Uploads are copies to the GPU of memory that may move: the host waits until all before them has run.
+    """
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
@@ -59,6 +63,9 @@ class Launches(TorchDispatchMode):
         )
         leaves = on_gpu[0] and bool(made) and not on_gpu[1]  # copied to the host
         self.counts["waits"] += (on_gpu[0] and name in DATA_DEPENDENT) or by_mask or leaves
+        is_async = (keywords or {}).get("non_blocking", name == "copy_" and True in arguments[2:])
+        places = {tensor.device.type for tensor in given + made}
+        self.counts["uploads"] += name in COPIES and on_gpu[1] and "cpu" in places and not is_async
         self.counts["operations"] += any(on_gpu) and not function.is_view and name != "_unsafe_view"
         return out
 
@@ -132,10 +139,8 @@ def counts_of(
     """
     launches, counts = Launches(), []
     with claimed_gpu(), pytest.MonkeyPatch.context() as patch:
-        engine = Engine(
-            claim_model(copy.deepcopy(model)), policy=policy, kernels="reference", token_budget=None, memory=memory
-        )
-        engine._runner._attention.backend = CountedBackend(launches)  # type: ignore[assignment]
+        patch.setattr(runner, "choose_backend", lambda *_: CountedBackend(launches))
+        engine = Engine(claim_model(copy.deepcopy(model)), policy=policy, token_budget=None, memory=memory)
         generator = torch.Generator().manual_seed(0)
 
         def submit(length: int) -> None:
@@ -168,7 +173,10 @@ def counts_of(
 
 @pytest.fixture
 def per_layer(make_stock: Any, make_compressed: Any) -> Callable[..., tuple[tuple[float, ...], int]]:
-    """Return what counts (operations, kernels, waits) of one layer of a step, and all waits of the shallow model's."""
+    """Return what counts (operations, kernels, waits) of one layer of a step, and all waits of the shallow model's.
+
+    A layer's uploads are waits; those of a step come before anything runs.
+    """
 
     def count(gates: dict | None, policy: Any, lengths: list[int], decodes: bool) -> tuple[tuple[float, ...], int]:
         found: list[Counter[str]] = []
@@ -176,8 +184,9 @@ def per_layer(make_stock: Any, make_compressed: Any) -> Callable[..., tuple[tupl
             model = make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates, num_layers=layers)
             found += counts_of(model, policy, lengths, decodes)
         shallow, deep = found
-        per_layer = ((deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in ("operations", "kernels", "waits"))
-        return tuple(per_layer), shallow["waits"]
+        of_layer = {name: (deep[name] - shallow[name]) / (DEEP - SHALLOW) for name in deep}
+        waits = of_layer["waits"] + of_layer["uploads"]
+        return (of_layer["operations"], of_layer["kernels"], waits), shallow["waits"]
 
     return count
 
@@ -322,19 +331,44 @@ def test_what_a_policy_sees_of_a_prompt_costs_the_same_however_long_it_is(
     assert short == long
 
 
+SMALL_BLOCKS = {"block_size": 4, "representatives": 2, "initial": 2, "local": 8, "chunk": 16}
+NO_WAITS = [
+    *(policies.LocalWindow, policies.StreamingLLM, policies.H2O, policies.TOVA, policies.VATP, policies.RoCo),
+    *(policies.CaM, policies.SnapKV, policies.PyramidKV, policies.AdaKV, policies.ExpectedAttention, policies.Random),
+    *(policies.Marked, policies.Quest),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "waits"),
+    ("policy", "options", "of_prompt", "of_layer"),
     [
-        *((name, 0) for name in ("StreamingLLM", "H2O", "TOVA", "VATP", "SnapKV", "PyramidKV", "AdaKV")),
-        ("CAKE", 1),  # weighs each layer on the host
+        *((policy, {}, 0, 0) for policy in NO_WAITS),
+        (policies.StreamingLLM, {"rerotate": True}, 0, 0),
+        (policies.H2O, {"protect": 0.1}, 0, 0),
+        (policies.PyramidKV, {"protect": 0.1}, 0, 0),
+        (policies.AdaKV, {"official_blend": True}, 0, 0),
+        (policies.InfLLM, SMALL_BLOCKS, 0, 0),
+        (policies.OmniKV, {"filter_layers": (0,)}, 0, 0),
+        (policies.KVzip, {}, 1, 0),  # what an earlier turn, or a fork of it, has repeated
+        (policies.CAKE, {}, 1, 0),  # the weights of all layers, of which the host counts budgets
+        (policies.D2O, {}, 1, 0),
+        (policies.CAKE, {"cascading": True}, 0, 1),  # the same before the next layer runs: it needs the room
+        (policies.LAVa, {}, 0, 1),
     ],
+    ids=lambda item: getattr(item, "__name__", str(item)),
 )
-def test_the_host_waits_for_no_layer_when_a_prompt_ends(
-    name: str, waits: int, per_layer: Callable[..., tuple[tuple[float, ...], int]]
+def test_the_host_waits_for_no_layer_when_a_prompt_ends_or_decodes(
+    policy: Any,
+    options: dict[str, Any],
+    of_prompt: int,
+    of_layer: int,
+    per_layer: Callable[..., tuple[tuple[float, ...], int]],
 ) -> None:
-    policy = getattr(policies, name)(budget=HALF)
-    (_, _, of_layer), in_all = per_layer(None, policy, [40], decodes=False)
-    assert of_layer == waits and in_all <= 2 + SHALLOW * waits  # the lengths before the pass, and the tokens after it
+    made = policy(budget=HALF, **options)
+    (_, _, waits), in_all = per_layer(None, made, [40], decodes=False)
+    assert waits == of_layer and in_all <= 2 + of_prompt + SHALLOW * of_layer  # lengths before, tokens after it
+    (_, _, waits), in_all = per_layer(None, made, RAGGED, decodes=True)
+    assert waits == 0 and in_all <= 3
 
 
 @pytest.mark.parametrize("gates", [None, {}, {"delay": 4}, {"action": "drop", "delay": 4}], ids=str)
