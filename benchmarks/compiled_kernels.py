@@ -174,7 +174,9 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
         )
         query = torch.empty(batch.num_tokens, GROUP * KV_HEADS, head_dim, dtype=dtype)
         prefill.prefill_attention(query, *pages, batch, seen, 0.1, layer.scales)
-        received.attention_received(query, layer, batch, seen.slots, 0.1)
+        alone = VisibleKeys(seen.slots)
+        _, lse = prefill.prefill_attention(query, *pages, batch, alone, 0.1, layer.scales, return_lse=True)
+        received.attention_received(query, layer, batch, seen.slots, 0.1, lse)
         compaction.compact(layer, rows, torch.empty(BATCH, KV_HEADS, LENGTH, dtype=torch.bool))
     size, numbers = layer.key_pages.shape[:2], (BATCH, KV_HEADS)
     layer.entry_metadata = {"position": torch.empty(size, dtype=torch.int32), "mass": torch.empty(size)}

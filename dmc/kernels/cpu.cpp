@@ -42,6 +42,7 @@ constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications; below it, wa
 
 // -ffinite-math-only knows no infinity. A masked score lies so far below the lowest maximum that its weight is exactly 0.
 constexpr float MASKED = -1e30f, LOWEST_MAXIMUM = -1e20f;
+constexpr float LOG2_E = 1.4426950408889634f;
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -234,6 +235,7 @@ struct Attention {
     void* out;      // [T, H_q, D]
     float* scores;  // [S, H_q, scores_step], zeros, or null; one query of each sequence
     int64_t scores_step;
+    float* lse;                   // log of the sum of exp of each query's scores, [T, H_q], or null
     int64_t num_rows, num_slots;  // C, and the slots that a table can name
 
     int64_t start(int64_t sequence) const { return starts ? starts[sequence] : sequence; }
@@ -388,9 +390,10 @@ class Rows {
             const float inverse = sum_[r] > 0 ? 1 / sum_[r] : 0;
             const int64_t head = task.head * a_.group + r % a_.group;
             const int64_t query = a_.start(task.sequence) + task.first_query + r / a_.group;
-            const int64_t place = (query * a_.kv_heads * a_.group + head) * dim_;
+            const int64_t place = query * a_.kv_heads * a_.group + head;
             scale(&out_[r * dim_], dim_, inverse);
-            pack<P>(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place);
+            pack<P>(&out_[r * dim_], dim_, static_cast<T*>(a_.out) + place * dim_);
+            if (a_.lse) a_.lse[place] = maximum_[r] / LOG2_E + std::log(sum_[r]);
             if (!a_.scores) continue;
             float* scores = score_row(task, r);
             int64_t j = 0;
@@ -403,7 +406,7 @@ class Rows {
   private:
     void begin(const Task& task) {
         rows_ = int(task.queries * a_.group);
-        const float scaling = float(a_.scaling * 1.4426950408889634);  // the softmax is taken to the base 2
+        const float scaling = float(a_.scaling) * LOG2_E;  // the softmax is taken to the base 2
         for (int r = 0; r < rows_; r++) {
             const int64_t head = task.head * a_.group + r % a_.group, query = task.first_query + r / a_.group;
             const T* from = static_cast<const T*>(a_.query) + (a_.start(task.sequence) + query) * a_.query_step +
@@ -1138,6 +1141,7 @@ struct Received {
     const void* query;      // [T, H_q, D]
     int64_t query_step, query_head_step;
     const int32_t* slots;      // seen by each query, [T, H]
+    const float* lse;          // log of the sum of exp of its scores, [T, H_q]
     float *columns, *squares;  // [S, H, group, entries], [S, H, entries], zeros
 
     int64_t start(int64_t head) const { return starts[head / heads.heads]; }
@@ -1150,8 +1154,8 @@ namespace {
 constexpr int WIDTH = ROWS * LANES;  // queries that share a pass over the keys, one to a lane
 constexpr int KEY_TILE = 32;         // keys whose sums a task holds
 
-// Two passes over Q K^T: the first finds each query's normalization, its tasks are blocks of queries; in the second each
-// task owns some keys, so that sums need no locks and do not depend on the number of threads.
+// One pass over Q K^T, in which each task owns some keys, so that sums need no locks and do not depend on the number of
+// threads.
 template <class T, class P>
 class Receiver {
   public:
@@ -1169,8 +1173,8 @@ class Receiver {
                 last = std::max(last, limit);
             }
         const int64_t cost = v_.starts[a_.sequences] * v_.entries * dim_ * a_.heads * v_.group;
-        for_each(blocks_ * num_heads_ * v_.group, cost, a_.threads, [&](int64_t i) {
-            normalize(i % (num_heads_ * v_.group), blocks_ - 1 - i / (num_heads_ * v_.group));
+        for_each(blocks_ * num_heads_ * v_.group, cost / v_.entries, a_.threads, [&](int64_t i) {
+            pack_queries(i % (num_heads_ * v_.group), i / (num_heads_ * v_.group));
         });
         const int64_t tiles = (v_.entries + KEY_TILE - 1) / KEY_TILE;
         for_each(tiles * num_heads_, cost, a_.threads,
@@ -1183,17 +1187,20 @@ class Receiver {
     }
     const int32_t* limits(int64_t head, int64_t block) const { return &limits_[(head * blocks_ + block) * WIDTH]; }
 
-    // Lays the channels of the queries side by side, scaled for the softmax to the base 2.
-    void pack_queries(int64_t query_head, int64_t block) const {
-        const int64_t head = query_head / v_.group, first = block * WIDTH;
+    // Lays the channels of the queries side by side, scaled for the softmax to the base 2, and their normalization.
+    void pack_queries(int64_t query_head, int64_t block) {
+        const int64_t head = query_head / v_.group, first = block * WIDTH, of_token = a_.heads * v_.group;
         const T* query = static_cast<const T*>(v_.query) + v_.start(head) * v_.query_step +
-                         query_head % (a_.heads * v_.group) * v_.query_head_step;
+                         query_head % of_token * v_.query_head_step;
+        const float* lse = v_.lse + v_.start(head) * of_token + query_head % of_token;
+        float* normalization = &normalization_[(query_head * blocks_ + block) * WIDTH];
         float* to = packed(query_head, block);
         float channels[MAX_DIM];
         std::fill_n(to, dim_ * WIDTH, 0.0f);
         for (int64_t lane = 0; lane < std::min<int64_t>(WIDTH, v_.queries(head) - first); lane++) {
             unpack<P>(query + (first + lane) * v_.query_step, dim_, channels);
-            for (int d = 0; d < dim_; d++) to[d * WIDTH + lane] = channels[d] * float(v_.scaling * 1.4426950408889634);
+            for (int d = 0; d < dim_; d++) to[d * WIDTH + lane] = channels[d] * (float(v_.scaling) * LOG2_E);
+            normalization[lane] = lse[(first + lane) * of_token] * LOG2_E;
         }
     }
 
@@ -1221,34 +1228,6 @@ class Receiver {
         widen<P>(&held, 1, 0, dim_, scratch, &wide);
         if constexpr (is_8_bit<P>) scale(scratch, dim_, *entries.at<float>(1, slot));
         return wide;
-    }
-
-    void normalize(int64_t query_head, int64_t block) {
-        const int64_t head = query_head / v_.group;
-        if (block * WIDTH >= v_.queries(head)) return;  // a sequence of fewer queries
-        pack_queries(query_head, block);
-        const HeadEntries entries(a_, head);
-        Vec maximum[ROWS], sum[ROWS] = {};
-        std::fill_n(maximum, ROWS, Vec{} + LOWEST_MAXIMUM);
-        for (int32_t first = 0; first < last_[head * blocks_ + block]; first += KEYS) {
-            float wide[KEYS][MAX_DIM];
-            const float* keys[KEYS];
-            for (int j = 0; j < KEYS; j++) keys[j] = key(entries, first + j, wide[j]);
-            Vec scores[KEYS][ROWS];
-            score(packed(query_head, block), limits(head, block), first, keys, scores);
-            for (int r = 0; r < ROWS; r++) {
-                Vec highest = maximum[r];
-                for (int j = 0; j < KEYS; j++) highest = larger(highest, scores[j][r]);
-                sum[r] *= exp2_of(maximum[r] - highest);
-                for (int j = 0; j < KEYS; j++) sum[r] += exp2_of(scores[j][r] - highest);
-                maximum[r] = highest;
-            }
-        }
-        float* normalization = &normalization_[(query_head * blocks_ + block) * WIDTH];
-        for (int lane = 0; lane < WIDTH; lane++) {
-            const float total = sum[lane / LANES][lane % LANES];
-            normalization[lane] = total > 0 ? maximum[lane / LANES][lane % LANES] + std::log2(total) : 0;
-        }
     }
 
     void receive(int64_t head, int64_t first) {

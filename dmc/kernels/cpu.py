@@ -174,17 +174,18 @@ def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limit
 
 
 def attention_received(
-    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `dmc.kernels.probabilities.attention_received`."""
     if not _has_code(cache.key_pages, query):
-        return reference.attention_received(query, cache, batch, slots, scaling)
-    query, slots = _rows_of_channels(query), slots.int().contiguous()
+        return reference.attention_received(query, cache, batch, slots, scaling, lse)
+    query, slots, lse = _rows_of_channels(query), slots.int().contiguous(), lse.contiguous()
     heads, num_entries = cache.lengths.shape[1], int(slots.max())
     group = query.shape[1] // heads
     _expect("slots", slots, torch.int32, (batch.num_tokens, heads))
     queries = (batch.num_tokens, group * heads, cache.key_pages.shape[-1])
     _expect("query", query, query.dtype, queries, dense=False)
+    _expect("lse", lse, torch.float32, queries[:2])
     _expect_batch(batch)
     columns = torch.zeros(len(batch.rows), heads, group, num_entries)
     squares = torch.zeros(len(batch.rows), heads, num_entries)
@@ -193,7 +194,7 @@ def attention_received(
         _named("receive", query, cache.key_pages),
         *_heads(cache, batch.row_index, keys),
         *(query.shape[-1], group, batch.most_new, num_entries, float(scaling), batch.cu_seqlens),
-        *(query, *query.stride()[:2], slots, columns, squares),
+        *(query, *query.stride()[:2], slots, lse, columns, squares),
     )
     return columns, squares
 
@@ -222,7 +223,7 @@ def paged_attention(
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
-    attended = _attend(query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores)
+    attended = _attend(query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores=scores)
     return attended if scores is None else (attended, scores)
 
 
@@ -235,13 +236,16 @@ def prefill_attention(
     seen: VisibleKeys,
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.prefill_attention`."""
-    if not _has_code(key_pages, query):
-        return reference.prefill_attention(query, key_pages, value_pages, block_tables, batch, seen, scaling, scales)
-    _expect_batch(batch)
     pages = key_pages, value_pages, block_tables
-    return _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch)
+    if not _has_code(key_pages, query):
+        return reference.prefill_attention(query, *pages, batch, seen, scaling, scales, return_lse)
+    _expect_batch(batch)
+    lse = torch.empty(query.shape[:2]) if return_lse else None
+    attended = _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch, lse=lse)
+    return attended if lse is None else (attended, lse)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -272,8 +276,10 @@ def _attend(
     scaling: float,
     scales: tuple[Tensor, Tensor] | None,
     rows: Tensor | None,
-    scores: Tensor | None = None,
+    *,
     batch: ForwardBatch | None = None,
+    scores: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attend from queries [T, H_q, D]; without a batch, one per sequence, and the visible slots are [C, H] by row."""
     query = _rows_of_channels(query)
@@ -303,7 +309,7 @@ def _attend(
         *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
         *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(open_slot), *_parts(recent)),
-        *(delay, out, scores, 0 if scores is None else scores.shape[-1], *_bounds(tables, key_pages.shape[1])),
+        *(delay, out, scores, 0 if scores is None else scores.shape[-1], lse, *_bounds(tables, key_pages.shape[1])),
     )
     return out
 

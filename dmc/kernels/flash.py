@@ -126,7 +126,8 @@ def prefill_attention(
     seen: VisibleKeys,
     scaling: float,
     scales: None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.prefill_attention`; a mask that is not causal is left to another backend.
 
     Raises:
@@ -136,7 +137,7 @@ def prefill_attention(
     if not seen.is_causal:
         other = load_backend("auto", query.device)
         attended: Tensor = other.prefill_attention(query, *pages, block_tables, batch, seen, scaling)
-        return attended
+        return attended  # nobody asks for more of what gates decide
     library, table_name = _library()
     kv_heads, (place, bounds) = seen.slots.shape[1], batch.by_head(seen.slots.shape[1])
     folded = query.new_empty(place.numel(), query.shape[1] // kv_heads, query.shape[2])
@@ -145,11 +146,16 @@ def prefill_attention(
     states = folded, *(states.unsqueeze(2) for states in pages)
     options = {table_name: tables, "max_seqlen_q": batch.most_new, "softmax_scale": scaling, "causal": True}
     if table_name == "page_table":
+        options["return_softmax_lse"] = return_lse
         out = library.flash_attn_with_kvcache(*states, cache_seqlens=lengths, cu_seqlens_q=bounds, **options)
     else:
+        options["return_attn_probs"] = return_lse  # its name for the log-sum-exp
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         options["max_seqlen_k"] = tables.shape[1] * key_pages.shape[1]
         out = library.flash_attn_varlen_func(*states, cu_seqlens_q=bounds, cu_seqlens_k=ends, **options)
+    if return_lse:
+        out, lse = out[:2]  # lse [group, T H]
+        return out[place].flatten(1, 2), lse.T[place].flatten(1, 2)
     return out[place].flatten(1, 2)
 
 

@@ -20,15 +20,26 @@ def attention_probabilities(
 ) -> Iterator[Tensor]:
     """Compute softmax(q k^T) for at most `QUERY_BLOCK` queries at a time, without an [n, n] tensor.
 
+    See `attention_scores`; 0 where a slot is not seen.
+    """
+    for scores in attention_scores(query, cache, rows, slots, scaling, num_slots):
+        yield scores.softmax(-1)
+
+
+def attention_scores(
+    query: Tensor, cache: LayerCache, rows: Tensor, slots: Tensor, scaling: float, num_slots: int | None = None
+) -> Iterator[Tensor]:
+    """Compute q k^T for at most `QUERY_BLOCK` queries at a time.
+
     Args:
         query: rotated, [S, H_q, n, D].
         cache: layer with the keys.
         rows: cache row of each sequence, int64 [S].
-        slots: query i sees the first `slots[..., i]` slots, at least one; [S, H, n], does not fall along n.
+        slots: query i sees the first `slots[..., i]` slots; [S, H, n], does not fall along n.
         scaling: factor on the scores.
         num_slots: a bound on `slots`, with which nothing is read back from the device; None: the bound of each block.
     Yields:
-        float32 [S, H, group, queries of the block, slots], 0 where a slot is not seen.
+        float32 [S, H, group, queries of the block, slots], -inf where a slot is not seen.
     """
     sequences, _, num_new, head_dim = query.shape
     tables = cache.block_tables[rows]
@@ -42,11 +53,11 @@ def attention_probabilities(
         block = grouped[:, :, :, begin:end]
         scores = (block.flatten(2, 3) @ key[:, :, :width].transpose(-1, -2)).view(*block.shape[:-1], width)
         hidden = place[:width] >= seen[:, :, None, :, None]
-        yield scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        yield scores.masked_fill_(hidden, -torch.inf)
 
 
 def attention_received(
-    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum the attention that slots receive from all queries, without an [n, n] tensor; a backend may be faster.
 
@@ -56,6 +67,7 @@ def attention_received(
         batch: the batch of the queries.
         slots: query i sees the first `slots[i]` slots, at least one; int32 [T, H], does not fall within a sequence.
         scaling: factor on the scores.
+        lse: of `prefill_attention` from the same queries to the same slots alone, float32 [T, H_q].
     Returns:
         Over N slots, those of the longest head at least: the attention by query head, float32 [S, H, group, N], and
         the square of its mean over the group, [S, H, N].
@@ -63,11 +75,12 @@ def attention_received(
     sequences, heads, most = len(batch.rows), slots.shape[1], int(slots.max())
     columns = query.new_zeros(sequences, heads, query.shape[1] // heads, most, dtype=torch.float32)
     squares = torch.zeros_like(columns[:, :, 0])
-    padded, seen = batch.pad(query).transpose(1, 2), batch.pad(slots).transpose(1, 2)
-    blocks = attention_probabilities(padded, cache, batch.row_index, seen.clamp_min(1), scaling)
-    for block, limits in zip(blocks, seen.split(QUERY_BLOCK, dim=2), strict=True):
-        is_seen = slots_below(limits, block.shape[-1])[:, :, None]
-        weights = block.where(is_seen, 0)  # padding adds nothing, and a NaN reaches only the slots it sees
-        columns[..., : block.shape[-1]] += weights.sum(3)
-        squares[..., : block.shape[-1]] += weights.mean(2).square().sum(2)
+    padded, seen, sums = (batch.pad(numbers).transpose(1, 2) for numbers in (query, slots, lse))
+    sums = sums.unflatten(1, (heads, -1))[..., None].split(QUERY_BLOCK, dim=3)  # [S, H, group, block, 1]
+    blocks = attention_scores(padded, cache, batch.row_index, seen, scaling, most)
+    for scores, limits, log_sum in zip(blocks, seen.split(QUERY_BLOCK, dim=2), sums, strict=True):
+        is_seen = slots_below(limits, most)[:, :, None]
+        weights = (scores - log_sum).exp().where(is_seen, 0)  # a NaN reaches only the slots it sees
+        columns += weights.sum(3)
+        squares += weights.mean(2).square().sum(2)
     return columns, squares

@@ -408,7 +408,7 @@ def paged_attention(
         block_tables, lengths = block_tables[rows], lengths[rows]
     capacity, seen = block_tables.shape[-1] * key_pages.shape[1], VisibleKeys(lengths, recent=recent)
     most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
-    attended, scores = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots, scales)
+    attended, scores, _ = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots, scales)
     if not return_scores:
         return attended[:, 0]
     missing = (num_scores or capacity) - most_slots
@@ -424,7 +424,8 @@ def prefill_attention(
     seen: VisibleKeys,
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
 
     Args:
@@ -436,10 +437,11 @@ def prefill_attention(
         seen: the keys that each query sees, from `append_or_merge`.
         scaling: factor on the scores.
         scales: factors of 8-bit keys and values, float32 [N, block, 1] each.
+        return_lse: also return the log of the sum of exp of each query's scores.
     Returns:
-        [T, H_q, D]; zeros where a query sees nothing.
+        [T, H_q, D], zeros where a query sees nothing; with `return_lse` also float32 [T, H_q], there arbitrary.
     """
-    attended = torch.empty_like(query)
+    attended, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
     delay = 0 if seen.recent is None else (len(seen.recent.exists) - batch.num_tokens) // len(batch.rows) + 1
     for count in sorted(set(batch.num_new)):  # equal counts together: one rectangle for all would be mostly padding
         members = [i for i, new in enumerate(batch.num_new) if new == count]
@@ -452,8 +454,9 @@ def prefill_attention(
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
         part_seen, tables = VisibleKeys(seen.slots[where], open_slot, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(part_seen.slots.max())
-        attended[where] = part.unpad(_attend(part, query[where], *pages, part_seen, scaling, most_slots, scales)[0])
-    return attended
+        padded = _attend(part, query[where], *pages, part_seen, scaling, most_slots, scales)
+        attended[where], lse[where] = part.unpad(padded[0]), part.unpad(padded[2])
+    return (attended, lse) if return_lse else attended
 
 
 def _attend(
@@ -466,8 +469,8 @@ def _attend(
     scaling: float,
     most_slots: int,
     scales: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output, padded [S, n, H_q, D], and the last block of queries' probabilities, slots first.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, [S, n, H_q, D], the last queries' probabilities, slots first, and log-sum-exp, [S, n, H_q].
 
     Args:
         batch: the batch of the queries; None: one query of each sequence.
@@ -497,7 +500,7 @@ def _attend(
             batch.pad(states, before=delay - 1) for states in (seen.recent.key, seen.recent.value, seen.recent.exists)
         ]
     slots = torch.arange(most_slots, device=query.device)
-    outputs, weights = [], query.new_zeros(0)
+    outputs, weights, lse = [], query.new_zeros(0), []
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
         block_keys, block_values = [keys], [values]
@@ -518,10 +521,12 @@ def _attend(
             visible.append((band & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
         mask = torch.cat(visible, dim=-1)[:, :, None]  # [S, H, 1, block, keys]
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
-        scores = rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+        scores = (rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        lse.append(scores.logsumexp(-1))
+        weights = scores.softmax(-1).nan_to_num(0.0)
         # data of other sequences beyond the length may be NaN, and 0 times NaN is NaN
         unseen = ~mask.any(-2)[..., None]
         outputs.append(weights @ torch.cat(block_values, dim=2)[:, :, None].masked_fill(unseen, 0))
     attended = torch.cat(outputs, dim=3).view(sequences, query_heads, num_new, head_dim).transpose(1, 2)
-    return attended.to(query.dtype), weights.flatten(1, 2)
+    log_sums = torch.cat(lse, dim=3).view(sequences, query_heads, num_new).transpose(1, 2)
+    return attended.to(query.dtype), weights.flatten(1, 2), log_sums

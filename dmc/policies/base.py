@@ -166,6 +166,28 @@ class Rewrite:
     """New values, [S, H, K, D]; None: values stay."""
 
 
+@dataclass
+class PromptState:
+    """What a layer keeps of the queries of a prompt that has not ended."""
+
+    window: Tensor | None = None
+    """The last queries, [H_q, w, D]."""
+    received: Tensor | None = None
+    """Attention that entries received, [H, group, N]."""
+    gathered: Any = None
+    """Result of the policy's `gather`."""
+
+
+@dataclass
+class SeenLayer:
+    """State of a prompt's layer that waits for its final budget."""
+
+    weight: Tensor | None
+    """Result of `EvictionPolicy.layer_weight`."""
+    observed: Tensor | None
+    """Result of `EvictionPolicy.observe`, [1, H, N]."""
+
+
 class CachePolicy:
     """A training-free method: it decides which cache entries are kept, or read."""
 

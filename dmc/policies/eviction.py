@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from dmc.kernels.batch import ForwardBatch, Phase, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.base import CachePolicy, Entries, Rewrite, Sum
+from dmc.policies.base import CachePolicy, Entries, PromptState, Rewrite, SeenLayer, Sum
 from dmc.policies.budgets import keep_top, mean_held, within
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.merging import rewrite
@@ -154,28 +154,6 @@ class EvictionPolicy(Protection, CachePolicy):
         return None
 
 
-@dataclass
-class PromptState:
-    """What a layer keeps of the queries of a prompt that has not ended."""
-
-    window: Tensor | None = None
-    """The last queries, [H_q, w, D]."""
-    received: Tensor | None = None
-    """Attention that entries received, [H, group, N]."""
-    gathered: Any = None
-    """Result of the policy's `gather`."""
-
-
-@dataclass
-class SeenLayer:
-    """State of a prompt's layer that waits for its final budget."""
-
-    weight: Tensor | None
-    """Result of `EvictionPolicy.layer_weight`."""
-    observed: Tensor | None
-    """Result of `EvictionPolicy.observe`, [1, H, N]."""
-
-
 class Eviction(CacheAttention):
     """Attends to all entries, then evicts: when a prompt ends, and after every generated token.
 
@@ -189,7 +167,7 @@ class Eviction(CacheAttention):
         self.policy, self._rotary, self._protector = policy, rotary, Protector(policy, self)
         self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
         self._has_positions = cache.layout.compression is None
-        self._prompts: dict[tuple[int, int], PromptState] = {}  # by layer and row
+        self._prompts: dict[tuple[int, int], PromptState] = defaultdict(PromptState)  # by layer and row
         self._seen: dict[int, list[SeenLayer]] = {}  # layers of prompts that end in this pass, by row
         self._lengths: dict[int, list[list[int]]] = {}  # what their layers and heads hold before it, by row
         self._longest, self._limits = 0, torch.zeros(0)  # of this pass's generated tokens: entries, and `_limits_of`
@@ -209,17 +187,19 @@ class Eviction(CacheAttention):
             self._write_metadata(layer_index, batch, tokens.value)
 
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
-            if not part.is_prompt:
+            if self.policy.evicts_decoding and not part.is_prompt:
                 return self._decode(layer_index, part, query[where], scaling)
-            return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
+            part_seen = seen if part is batch else VisibleKeys(seen.slots[where], is_causal=seen.is_causal)
+            attend = self._attend_and_sum if self._powers and part.is_prompt else self.attend_to_all
+            return attend(layer_index, part, query[where], part_seen, scaling)
 
-        if self.policy.evicts_decoding:
+        if self.policy.evicts_decoding or self._powers:
             attended = self.by_phase(batch, query, attend_part)
         else:
             attended = self.attend_to_all(layer_index, batch, query, seen, scaling)
         for part, where in batch.by_phase:
             if part.is_prompt:
-                self._look(layer_index, part, query[where], seen.slots[where], scaling)
+                self._look(layer_index, part, query[where], scaling)
         for index, phase in enumerate(batch.phases):
             if Phase.LAST in phase:
                 self._end_prompt(layer_index, batch, index, scaling)
@@ -235,11 +215,11 @@ class Eviction(CacheAttention):
             self._metadata["value_norm"] = value.float().abs().sum(-1)
         self.backend.write_metadata(self.cache.layer(layer_index), batch, self._metadata)
 
-    def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, slots: Tensor, scaling: float) -> None:
-        """Add the attention of a prompt's queries to the sums, and keep the last queries."""
-        policy, layer = self.policy, self.cache.layer(layer_index)
-        states = [self._prompts.setdefault((layer_index, row), PromptState()) for row in batch.rows]
-        for state, span, begin in zip(states, batch.spans, batch.begins, strict=True):
+    def _look(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> None:
+        """Keep the last queries of prompts, and what the policy gathers."""
+        policy = self.policy
+        for row, span, begin in zip(batch.rows, batch.spans, batch.begins, strict=True):
+            state = self._prompts[layer_index, row]
             if policy.window:
                 new = query[span].transpose(0, 1)
                 window = new if state.window is None else torch.cat((state.window, new), dim=1)
@@ -248,18 +228,26 @@ class Eviction(CacheAttention):
                 cos, sin = self._rotary(torch.arange(begin, begin + span.stop - span.start, device=query.device)[None])
                 unrotated = rotate(query[None, span].transpose(1, 2).float() * scaling, cos, -sin)[0]
                 state.gathered = policy.gather(state.gathered, unrotated, begin)
-        if not self._powers:
-            return
-        columns, squares = self.backend.attention_received(query, layer, batch, slots, scaling)
+
+    def _attend_and_sum(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, seen: VisibleKeys, scaling: float
+    ) -> Tensor:
+        """Attend from prompt tokens, and add what entries receive to the sums."""
+        layer = self.cache.layer(layer_index)
+        pages, options = (layer.key_pages, layer.value_pages, layer.block_tables), (layer.scales, True)
+        attended, lse = self.backend.prefill_attention(query, *pages, batch, seen, scaling, *options)
+        columns, squares = self.backend.attention_received(query, layer, batch, seen.slots, scaling, lse)
         received = {"mass": columns.mean(2), "squares": squares}
         every = torch.arange(columns.shape[-1], device=query.device)[None, None]
         place = places(layer.block_tables[batch.row_index], every, layer.block_size)
         for name in self._powers:  # 0 beyond the length, wherever that leads
             layer.entry_metadata[name].view(-1).index_put_((place,), received[name], accumulate=True)
-        for state, new in zip(states, columns, strict=True) if policy.needs_prompt_attention else ():
+        for row, new in zip(batch.rows, columns, strict=True) if self.policy.needs_prompt_attention else ():
+            state = self._prompts[layer_index, row]
             if state.received is not None:
                 new = new + pad(state.received, (0, new.shape[-1] - state.received.shape[-1]))
             state.received = new
+        return attended  # type: ignore[no-any-return]
 
     def _decode(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float) -> Tensor:
         """Attend from one generated token of each sequence, and evict at most one entry of each head."""

@@ -102,7 +102,7 @@ class Reconstruction(Eviction):
 
     def _end_prompt(self, layer_index: int, batch: ForwardBatch, index: int, scaling: float) -> None:
         row, tokens_seen = batch.rows[index], batch.ends[index]
-        del self._prompts[layer_index, row]
+        self._prompts.pop((layer_index, row), None)
         limit = self._set_limit(layer_index, row, tokens_seen)
         if layer_index == 0 and tokens_seen > limit:
             longest = [max(heads) for heads in self._held(layer_index, row, tokens_seen)]

@@ -92,7 +92,9 @@ class QuestAttention(CacheAttention):
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             if not part.is_prompt and (reads := self._pages_read(part)) is not None:
                 return self._attend_to_pages(layer_index, part, query[where], reads, scaling)
-            return self.attend_to_all(layer_index, part, query[where], VisibleKeys(seen.slots[where]), scaling)
+            return self.attend_to_all(
+                layer_index, part, query[where], VisibleKeys(seen.slots[where], is_causal=seen.is_causal), scaling
+            )
 
         return self.by_phase(batch, query, attend_part)
 

@@ -118,12 +118,13 @@ def test_backends_write_and_read_alike(backend, gates, dtype):
 def test_received_attention_and_evictions_are_those_of_the_reference(backend, dtype):
     layer = make_layer(None, head_dim=HEAD_DIM, max_blocks=5, dtype=dtype, in_8_bits=True)
     batch, tokens = Stream(layer, None, rows=[2, 0], time=70).tokens(0, [70, 23])
-    slots = backend.append_or_merge(layer, batch, tokens, None).slots
+    seen = backend.append_or_merge(layer, batch, tokens, None)
     query = torch.randn(93, 2 * GROUP, HEAD_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
-    for got, wanted in zip(
-        backend.attention_received(query, layer, batch, slots, SCALING),
-        reference.attention_received(query, layer, batch, slots, SCALING),
-    ):
+    pages, sums = (layer.key_pages, layer.value_pages, layer.block_tables), []
+    for kernels in (backend, reference):
+        _, lse = kernels.prefill_attention(query, *pages, batch, seen, SCALING, layer.scales, return_lse=True)
+        sums.append(kernels.attention_received(query, layer, batch, seen.slots, SCALING, lse))
+    for got, wanted in zip(*sums):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     expected, rows = copy_to(layer, "cpu"), batch.row_index
     keep = torch.rand(2, 2, 70, generator=torch.Generator().manual_seed(4)) < 0.5

@@ -128,8 +128,10 @@ def test_prefill_attention_agrees(
         key, value = (noise(wide.num_tokens, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (7, 8))
         seen.recent = Recent(key, value, wide.positions >= torch.tensor([1 - delay, 0])[wide.sequence])
     query = noise(count, 2 * group, HEAD_DIM, seed=3, dtype=dtype)
-    out = backend.prefill_attention(query, *pages, batch, seen, 0.3)
-    assert_agree(out, reference.prefill_attention(query, *pages, batch, seen, 0.3), dtype)
+    out, lse = backend.prefill_attention(query, *pages, batch, seen, 0.3, return_lse=True)
+    wanted, sums = reference.prefill_attention(query, *pages, batch, seen, 0.3, return_lse=True)
+    assert_agree(out, wanted, dtype)
+    assert_agree(lse.where(sums > -torch.inf, 0), sums.where(sums > -torch.inf, 0), dtype)
     by_head = query.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(backend.prefill_attention(by_head, *pages, batch, seen, 0.3), out)
 
@@ -285,6 +287,8 @@ def test_slots_receive_the_column_sums_of_the_attention_matrix(
             squares[sequence, head, :length] = weights.mean(0).square().sum(0)
     for name in backends_here(HEAD_DIM):
         if load_backend(name).supports(dtype, HEAD_DIM, 16, torch.device("cpu")) is None:
-            got = load_backend(name).attention_received(query, layer, batch, slots, 0.3)
+            pages, seen = (layer.key_pages, layer.value_pages, layer.block_tables), VisibleKeys(slots)
+            _, lse = load_backend(name).prefill_attention(query, *pages, batch, seen, 0.3, return_lse=True)
+            got = load_backend(name).attention_received(query, layer, batch, slots, 0.3, lse)
             torch.testing.assert_close(got[0].double(), wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[1].double(), squares, rtol=1e-5, atol=1e-5)

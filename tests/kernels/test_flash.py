@@ -53,18 +53,19 @@ def naive_varlen(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool,
-) -> torch.Tensor:
-    """Attend causally, the last query to all keys, as both libraries document; q [total, heads, D]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally, the last query to all keys, as both document; q [total, heads, D], lse [heads, total]."""
     assert table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32 and causal
     assert max_seqlen_q == cu_seqlens_q.diff().max() and len(cu_seqlens_q) == len(table) + 1
-    out = torch.full_like(q, torch.nan)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2][::-1], torch.nan)
     for row, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
         for index in range(begin, end):
             length = int(cache_seqlens[row]) - (end - 1 - index)
             one = q[None, index : index + 1], k_cache, v_cache, table[row : row + 1]
             counts = torch.tensor([length], dtype=torch.int32)
-            out[index] = naive_decode(*one, counts, softmax_scale, torch.inf)[0][0, 0]
-    return out
+            output, log_sum = naive_decode(*one, counts, softmax_scale, torch.inf)
+            out[index], lse[:, index] = output[0, 0], log_sum[0, :, 0]
+    return out, lse
 
 
 @pytest.fixture(params=["block_table", "page_table"])
@@ -86,16 +87,19 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         *,
         max_seqlen_k: int,
         block_table: Any,
+        return_attn_probs: bool,
         **options: Any,
     ) -> Any:
         assert cu_seqlens_k.dtype == torch.int32 and max_seqlen_k >= cu_seqlens_k.diff().max()
-        return naive_varlen(q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, **options)
+        out, lse = naive_varlen(q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, **options)
+        return (out, lse, None) if return_attn_probs else out
 
     def flash_3(
         q: Any, k_cache: Any, v_cache: Any, *, page_table: Any, return_softmax_lse: bool = False, **options: Any
     ) -> Any:
         if "cu_seqlens_q" in options:
-            return naive_varlen(q, k_cache, v_cache, page_table, **options)
+            out, lse = naive_varlen(q, k_cache, v_cache, page_table, **options)
+            return (out, lse, None, None) if return_softmax_lse else out
         assert return_softmax_lse
         return *naive_decode(q, k_cache, v_cache, page_table, empty_lse=-torch.inf, **options), None, None
 
@@ -150,6 +154,10 @@ def test_prompts_give_the_reference_chunk_by_chunk(
         arguments = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen, 0.25
         actual = flash.prefill_attention(*arguments)
         torch.testing.assert_close(actual, reference.prefill_attention(*arguments), rtol=0, atol=1e-5)
+        if config is None:
+            actual = flash.prefill_attention(*arguments, return_lse=True)
+            wanted = reference.prefill_attention(*arguments, return_lse=True)
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
     assert bool(others) == (config is not None)
 
 

@@ -21,7 +21,7 @@ from oracles.cache_layers import Stream, assert_same_state, assert_same_view, co
 from dmc import Engine, SamplingParams
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, Recent
+from dmc.kernels.base import LayerCache, Recent, VisibleKeys
 
 pytest.importorskip("triton", reason="triton is not installed")
 from dmc.kernels import triton as kernels
@@ -259,11 +259,16 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
         slots = reference.append_or_merge(layer, batch, tokens, None).slots
         slots[:, 1] = (slots[:, 1] - 7).clamp_min(1)  # a head of fewer slots
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
-        wanted = reference.attention_received(query, layer, batch, slots, 0.2)
-        given = (copy_to(item, device) for item in (query, layer, batch, slots))
-        for got, want in zip(kernels.attention_received(*given, 0.2), wanted, strict=True):
-            count = want.shape[-1]
-            torch.testing.assert_close(got[..., :count].cpu(), want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        pages, seen = (layer.key_pages, layer.value_pages, layer.block_tables), VisibleKeys(slots)
+        tensors = query, *pages, batch, seen, 0.2, layer.scales, True
+        _, sums = reference.prefill_attention(*tensors)
+        wanted = reference.attention_received(query, layer, batch, slots, 0.2, sums)
+        _, lse = kernels.prefill_attention(*(copy_to(tensor, device) for tensor in tensors))
+        torch.testing.assert_close(lse.cpu(), sums, rtol=0, atol=TOLERANCES[dtype])
+        given = (copy_to(each, device) for each in (query, layer, batch, slots))
+        for got, each in zip(kernels.attention_received(*given, 0.2, lse), wanted, strict=True):
+            count = each.shape[-1]
+            torch.testing.assert_close(got[..., :count].cpu(), each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
             assert not got[..., count:].any()
 
 

@@ -83,7 +83,7 @@ class Launches(TorchDispatchMode):
 KERNELS = {
     "paged_attention": 2,
     "prefill_attention": 1,
-    "attention_received": 2,
+    "attention_received": 1,
     "compact": 2,
     "write_metadata": 1,
     "read_metadata": 1,

@@ -110,7 +110,7 @@ def paged_attention(
             num_blocks,
             0 if recent is None else len(recent.exists) // batch,
             num_scores,
-            scaling * LOG2_E,
+            scaling * LOG2_E.value,
             KV_HEADS=kv_heads,
             BLOCK_SIZE=block_size,
             CHUNK=CHUNK,

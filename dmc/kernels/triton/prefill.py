@@ -34,7 +34,8 @@ def prefill_attention(
     seen: VisibleKeys,
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.prefill_attention`."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
     query_heads, head_dim = query.shape[1:]
@@ -43,6 +44,7 @@ def prefill_attention(
     query = query if query.stride(-1) == 1 else query.contiguous()
     open_slot, recent = seen.open_slot, seen.recent
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
     channels = max(16, triton.next_power_of_2(head_dim))
     row_bytes = channels * query.element_size()
     is_wide = query.element_size() == 4
@@ -69,10 +71,11 @@ def prefill_attention(
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
             out,
+            lse,
             *query.stride()[:2],
             num_blocks,
             0 if recent is None else (len(recent.exists) - batch.num_tokens) // sequences + 1,
-            scaling * LOG2_E,
+            scaling * LOG2_E.value,
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -83,7 +86,7 @@ def prefill_attention(
             STAGES=STAGES,
             num_warps=4 if is_large or channels <= 64 else 8,
         )
-    return out
+    return out if lse is None else (out, lse)
 
 
 @functools.cache
@@ -111,6 +114,7 @@ def _prefill_kernel(
     recent_value,
     recent_exists,
     out,
+    lse,
     query_stride,
     query_head_stride,
     num_blocks,
@@ -175,6 +179,9 @@ def _prefill_kernel(
             )
 
     acc /= tl.where(total > 0, total, 1.0)[:, None]
-    written_to = (token * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
+    place = token * (KV_HEADS * GROUP) + query_head
+    if lse is not None:
+        tl.store(lse + place, peak / LOG2_E + tl.log(total), mask=asks)
+    written_to = place * HEAD_DIM
     written = asks[:, None] & (channel < HEAD_DIM)[None, :]
     tl.store(out + written_to[:, None] + channel[None, :], acc.to(out.dtype.element_ty), mask=written)

@@ -1,4 +1,4 @@
-"""Attention that slots receive from all queries of a pass: each query's log-sum-exp, then sums down the columns."""
+"""Attention that slots receive from all queries of a pass: sums down the columns, by the forward's log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dmc.kernels.triton.tile import LOG2_E, load_rows, places
 
 
 def attention_received(
-    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float
+    query: Tensor, cache: LayerCache, batch: ForwardBatch, slots: Tensor, scaling: float, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `dmc.kernels.probabilities.attention_received`; as wide as the longest sequence, without a host sync."""
     query_heads, head_dim = query.shape[1:]
@@ -21,85 +21,36 @@ def attention_received(
     sequences, group = len(batch.rows), query_heads // kv_heads
     width = min(max(batch.ends), num_blocks * cache.block_size)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    columns = lse.new_empty(sequences, kv_heads, group, width)
-    squares = lse.new_empty(sequences, kv_heads, width)
+    columns, squares = lse.new_empty(sequences, kv_heads, group, width), lse.new_empty(sequences, kv_heads, width)
     is_wide, channels = query.element_size() == 4, max(16, triton.next_power_of_2(head_dim))
-    members, size = triton.next_power_of_2(group), 16 if is_wide or channels > 128 else 64
-    rows = max(size, members)
-    where = batch.row_index, batch.cu_seqlens
-    given = query, cache.key_pages, cache.key_scales, cache.block_tables, slots.contiguous(), *where, lse
-    numbers = *query.stride()[:2], num_blocks, scaling * LOG2_E
-    constants = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": cache.block_size}
-    constants |= {"CHANNELS": channels, "KEYS": 16 if is_wide else 32 if channels > 128 else 64}
-    tiles, num_warps = batch.tiles(rows // group), 8 if is_wide and channels > 64 else 4
+    keys = 16 if is_wide else 32 if channels > 128 else 64
     with torch.cuda.device_of(query):
-        _lse_kernel[(kv_heads, len(tiles))](tiles, *given, *numbers, ROWS=rows, num_warps=num_warps, **constants)
-        _receive_kernel[(sequences * kv_heads, triton.cdiv(width, constants["KEYS"]))](
-            *given, columns, squares, width, *numbers, MEMBERS=members, QUERIES=size, num_warps=num_warps, **constants
+        _receive_kernel[(sequences * kv_heads, triton.cdiv(width, keys))](
+            query,
+            cache.key_pages,
+            cache.key_scales,
+            cache.block_tables,
+            slots.contiguous(),
+            batch.row_index,
+            batch.cu_seqlens,
+            lse.contiguous(),
+            columns,
+            squares,
+            width,
+            *query.stride()[:2],
+            num_blocks,
+            scaling * LOG2_E.value,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=cache.block_size,
+            CHANNELS=channels,
+            KEYS=keys,
+            MEMBERS=triton.next_power_of_2(group),
+            QUERIES=16 if is_wide or channels > 128 else 64,
+            num_warps=8 if is_wide and channels > 64 else 4,
         )
     return columns, squares
-
-
-@triton.jit
-def _scores(query, key, key_scales, place, held, scaling):
-    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scaling
-    if key_scales is not None:
-        scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
-    return scores
-
-
-@triton.jit
-def _lse_kernel(
-    tiles,
-    query,
-    key_pages,
-    key_scales,
-    block_tables,
-    slots,
-    cache_rows,
-    cu_seqlens,
-    lse,
-    query_stride,
-    query_head_stride,
-    num_blocks,
-    scaling,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Write the base-2 log-sum-exp of a block of queries of one KV head; row r is query r // GROUP."""
-    head, tile = tl.program_id(0), tl.program_id(1)
-    sequence, first = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
-    start = tl.load(cu_seqlens + sequence)
-    num_new = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
-    queries: tl.constexpr = ROWS // GROUP
-    row, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    index = first + row // GROUP
-    asks = (index < num_new) & (row < queries * GROUP)
-    query_head, token = head * GROUP + row % GROUP, start + index
-    packed = load_rows(query, token * query_stride + query_head * query_head_stride, asks, channel, HEAD_DIM)
-    seen = tl.load(slots + token * KV_HEADS + head, mask=asks, other=0).to(tl.int32)
-    most = tl.max(seen, 0)
-    table = block_tables + (tl.load(cache_rows + sequence) * KV_HEADS + head) * num_blocks
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for begin in tl.range(0, most, KEYS, num_stages=3):
-        slot = begin + tl.arange(0, KEYS)
-        held = slot < most
-        place = places(table, slot, held, BLOCK_SIZE)
-        key = load_rows(key_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
-        scores = _scores(packed, key, key_scales, place, held, scaling)
-        scores = tl.where(slot[None, :] < seen[:, None], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
-        peak = new_peak
-    tl.store(lse + token * (KV_HEADS * GROUP) + query_head, peak + tl.log2(total), mask=asks)
 
 
 @triton.jit
@@ -156,8 +107,10 @@ def _receive_kernel(
                 query, token * query_stride + query_head * query_head_stride, asks, channel, HEAD_DIM
             )
             member_lse = tl.load(lse + token * (KV_HEADS * GROUP) + query_head, mask=asks, other=0.0)
-            weight = tl.exp2(_scores(member_query, key, key_scales, place, held, scaling) - member_lse[:, None])
-            weight = tl.where(visible, weight, 0.0)
+            scores = tl.dot(member_query, tl.trans(key.to(member_query.dtype)), input_precision="ieee") * scaling
+            if key_scales is not None:
+                scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
+            weight = tl.where(visible, tl.exp2(scores - LOG2_E * member_lse[:, None]), 0.0)
             by_member += tl.where(member[:, None] == m, tl.sum(weight, 0)[None, :], 0.0)
             mean += weight
         mean /= GROUP
