@@ -28,7 +28,7 @@ SPILLED = 8
         (86, torch.float32, 64, ""),
         (80, torch.bfloat16, 128, "attend|enter_chunk|forward|query_gradient|key_gradient"),
         (89, torch.bfloat16, 128, "attend|prefill"),
-        (86, torch.float32, 128, "attend|prefill"),  # the least shared memory, the widest tiles
+        (86, torch.float32, 128, "attend|prefill|enter_chunk"),  # the least shared memory, the widest tiles
     ],
     ids=str,
 )

@@ -88,6 +88,7 @@ def _enter_chunk(
         open_slot = OpenSlotState(states, torch.empty_like(states), exists)
     covered = batch.most_new if pooling == "mean" else TILE
     tiles = batch.tiles(covered)
+    is_wide = new.key.element_size() == 4 and cache.scales is not None and constants["HALF_TILE"] > 32
     _enter_chunk_kernel[(len(tiles), constants["KV_HEADS"])](
         tiles, batch.row_index, batch.begin_index, batch.cu_seqlens, *planned,
         new.key, new.value, new.omega, *((None, None) if batch.rotary is None else batch.rotary),
@@ -98,6 +99,7 @@ def _enter_chunk(
         *strides(new.key), *strides(new.value), *strides(new.omega),
         BLOCK_SIZE=cache.block_size, POOLING=pooling, WINDOW=window,
         AGES=1 if planned[2] is None else planned[2].shape[1], TILE=TILE, **constants,
+        num_warps=8 if is_wide else 4,  # with 4 its rounding to 8 bits spills
     )  # fmt: skip
     return open_slot
 
