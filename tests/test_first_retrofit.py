@@ -117,7 +117,7 @@ def read_command(line, stand_in):
     _, script, *words = shlex.split(line.replace(BASE["path"], str(stand_in)))
     name = script.removeprefix("scripts/")
     words = [
-        re.sub(r"context_tokens: \d+", "num_samples: 2, context_tokens: 40, scored_tokens: 8", word) for word in words
+        re.sub(r"context_tokens: \d+", "num_samples: 1, context_tokens: 24, scored_tokens: 8", word) for word in words
     ]
     words = [re.sub(r"lengths: \[\d+\]", "lengths: [96], depths: [0.5], samples_per_place: 1", word) for word in words]
     words += TINY.get(name, [])
