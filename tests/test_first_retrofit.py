@@ -32,7 +32,7 @@ TINY = {
         "training.batch_size=2", "training.micro_batch_size=2", "compression.delay=4",
         "training.validation_sequences=2",
         "training.stages.retrofit.length=7 steps", "training.stages.solidify.length=1 steps",
-        "training.calibration_sequences=2", "training.validate_every_steps=2", "training.log_every_steps=1",
+        "training.calibration_sequences=2", "training.validate_every_steps=4", "training.log_every_steps=1",
         "training.activation_checkpointing=false",
     ],
     "export.py": [],
@@ -117,13 +117,14 @@ def read_command(line, stand_in):
     _, script, *words = shlex.split(line.replace(BASE["path"], str(stand_in)))
     name = script.removeprefix("scripts/")
     words = [
-        re.sub(r"context_tokens: \d+", "num_samples: 2, context_tokens: 40, scored_tokens: 8", word) for word in words
+        re.sub(r"context_tokens: \d+", "num_samples: 1, context_tokens: 24, scored_tokens: 8", word) for word in words
     ]
     words = [re.sub(r"lengths: \[\d+\]", "lengths: [96], depths: [0.5], samples_per_place: 1", word) for word in words]
     words += TINY.get(name, [])
     if name == "train.py":
         words += [f"model={stand_in}"]
-        words += [] if "training=dms" in words else ["training.sensitivity_init.sequences=1"]
+        is_variant = any(word.startswith("output_dir=") for word in words)
+        words += ["training.sensitivity_init=null" if is_variant else "training.sensitivity_init.sequences=1"]
     return name, words
 
 

@@ -148,7 +148,7 @@ def test_dms_is_its_authors_recipe_beside_every_other(words, window):
     training.accumulation(config.trainer.devices * config.trainer.num_nodes)
 
 
-@pytest.mark.parametrize("name", ["qwen3_0p6b_cr4", "llama32_1b_cr4", "llama31_8b_cr4"])
+@pytest.mark.parametrize("name", ["qwen3_0p6b_cr4", "llama32_1b_cr4", "llama31_8b_cr4", "qwen3_30b_a3b_cr4"])
 def test_the_best_recipe_known_reaches_cr_4_in_300_steps_and_stays_there(name):
     config = composed(f"experiment={name}")
     plan = Plan(config.training, config.target_ratio, config.compression)

@@ -39,6 +39,7 @@ def shape_of(config):
         ("qwen2_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
         ("qwen3_0p6b", 596_049_920),
+        ("qwen3_30b_a3b", 30_532_122_624),
     ],
 )
 def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
