@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dmc.compression.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
+from dmc.runtime.decode_steps import GpuRecorder, why_not_recorded
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.input_processor import InputProcessor
@@ -22,7 +23,7 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.pool_size import Activations, pool_bytes
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
-from dmc.runtime.runner import GpuRecorder, Runner, why_not_recorded
+from dmc.runtime.runner import Runner
 from dmc.runtime.scheduler import Scheduler
 from dmc.runtime.session import Session
 
@@ -305,8 +306,9 @@ class Engine:
         return generation.stats
 
     def stats(self, request: Request) -> GenerationStats:
-        """Measure the memory of a request that runs."""
-        return self._core.stats(request)
+        """Measure the memory of a request that runs, or did."""
+        self._core.settle()
+        return self._core.stats(request) if request.outcome is None else request.outcome.stats
 
     def session(self) -> Session:
         """Start a session, whose cache stays between turns."""

@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from dmc.runtime.allocator import OutOfBlocksError
+from dmc.runtime.decode_steps import POSITION, SETTINGS, SITS_OUT, DecodeBatch
 from dmc.runtime.generation import FinishReason, GenerationStats
 from dmc.runtime.request import Request, Sequence, TokenEvent
-from dmc.runtime.runner import Runner
+from dmc.runtime.runner import LaunchedStep, Runner
 from dmc.runtime.sampling import Distributions, Sampling, TokenCounts, distributions, new_generator
 from dmc.runtime.scheduler import ScheduledChunk, Scheduler
 from dmc.runtime.tally import Held
@@ -35,6 +36,8 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._vocab_size = runner.model.get_input_embeddings().num_embeddings
         self._counts: TokenCounts | None = None
+        self._launched: LaunchedStep | None = None
+        self._settled: list[TokenEvent] = []
         self.by_sequence: dict[Sequence, Request] = {}
         """The continuation of each sequence."""
 
@@ -56,36 +59,95 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Run one pass; see `Engine.step`."""
         try:
-            chunks = self.scheduler.next_chunks()
-            if (outgrown := self.scheduler.outgrown) is not None:
-                self.scheduler.outgrown = None
-                self._fail(self.by_sequence[outgrown], self._out_of_blocks(outgrown), cache_is_valid=True)
-            try:
-                return self._forward(chunks) if chunks else []
-            except Exception as error:
-                logger.warning("a pass of %d requests has failed", len(chunks), exc_info=True)
-                self._fail_pass(chunks, error)
-                return []
+            events, self._settled = self._settled, []
+            return events + self._pass()
         except BaseException:
+            self._launched = None
             self.scheduler.reset()
             self.abort([*self.by_sequence.values()])
             raise
 
-    def _forward(self, chunks: list[ScheduledChunk]) -> list[TokenEvent]:
+    def _pass(self) -> list[TokenEvent]:
+        """Run a pass that has been launched or that the scheduler chooses; one that fails ends its requests."""
+        launched, self._launched = self._launched, None
+        chunks = self._next_chunks() if launched is None else []
+        sequences = [chunk.sequence for chunk in chunks] if launched is None else launched.batch.sequences
+        if not sequences:
+            return []
+        try:
+            if launched is None:
+                requests = [self.by_sequence[sequence] for sequence in sequences]
+                if not (self.runner.is_recorded(chunks) and all(map(_needs_logits_alone, requests))):
+                    return self._forward(chunks, requests)
+                launched = self.runner.launch(DecodeBatch.of(requests, self._vocab_size))
+            self._launched = self._launch_following(launched)
+            return self._land(launched)
+        except Exception as error:
+            logger.warning("a pass of %d requests has failed", len(sequences), exc_info=True)
+            self._fail_pass(sequences, error)
+            return []
+
+    def _next_chunks(self) -> list[ScheduledChunk]:
+        chunks = self.scheduler.next_chunks()
+        if (outgrown := self.scheduler.outgrown) is not None:
+            self.scheduler.outgrown = None
+            self._fail(self.by_sequence[outgrown], self._out_of_blocks(outgrown), cache_is_valid=True)
+        return chunks
+
+    def _launch_following(self, launched: LaunchedStep) -> LaunchedStep | None:
+        """Launch the step after one that has not been read, if no token of that could change what comes next.
+
+        The device then computes while the host reads. A request that turns out to have ended sits out.
+        """
+        batch = launched.batch
+        if not (launched.goes_on and batch.ends_on_device and self.scheduler.only_decodes(batch.sequences)):
+            return None
+        if (following := batch.following()) is None:
+            return None
+        fits = self.cache.surely_fits(following.rows, int(following.inputs[POSITION].max()) + 1)
+        return self.runner.launch(following) if fits else None
+
+    def settle(self) -> None:
+        """Read a step that has been launched ahead, whose events come later: host and cache then know the same."""
+        if (launched := self._launched) is None:
+            return
+        self._launched = None
+        try:
+            self._settled += self._land(launched)
+        except Exception as error:
+            self._fail_pass(launched.batch.sequences, error)
+
+    def _land(self, launched: LaunchedStep) -> list[TokenEvent]:
+        """Wait for a launched step and append its tokens."""
+        *rows, (num_free, *_) = launched.copy.on_host().tolist()
+        ahead = self._launched
+        if self.cache.layout.ranks.size == 1 and launched.num_counted == self.cache.num_counted:
+            self.cache.note_free(int(num_free), None if ahead is None else ahead.batch.rows)
+        requests, log_probs = launched.batch.requests, launched.log_probs
+        rows = rows[: len(requests)]
+        here = [index for index, (token, *_) in enumerate(rows) if token != SITS_OUT]
+        if len(here) < len(requests):
+            requests, rows = [requests[index] for index in here], [rows[index] for index in here]
+            log_probs = None if log_probs is None else log_probs[here]
+        if not requests:
+            return []
+        self.runner.book(requests)
+        found = None if log_probs is None else Distributions(log_probs, log_probs)
+        if found is not None and ahead is not None and any(token < 0 for token, *_ in rows):
+            ahead.goes_on = False  # those whose tokens are open sit out
+        sampling = Sampling(launched.batch.inputs[SETTINGS, here], *launched.batch.mode)
+        events = self._accept(requests, self._closed(rows, sampling, found), found)
+        if ahead is not None and all(request.outcome is not None for request in ahead.batch.requests):
+            self._launched = None
+        return events
+
+    def _forward(self, chunks: list[ScheduledChunk], requests: list[Request]) -> list[TokenEvent]:
         """Feed chunks to the model, and hand each request its logits.
 
         Raises:
             Exception: what the model, or a custom policy, raises. Some of the cache may have been written.
         """
-        requests = [self.by_sequence[chunk.sequence] for chunk in chunks]
-        if self.runner.is_recorded(chunks) and all(map(_needs_logits_alone, requests)):
-            sampling = self._sampling(requests)
-            log_probs, packed = self.runner.forward(chunks, sampling)
-            assert packed is not None
-            found = None if log_probs is None else Distributions(log_probs, log_probs)
-            return self._accept(requests, packed, sampling, found)
-        logits, _ = self.runner.forward(chunks)
-        assert logits is not None
+        logits = self.runner.forward(chunks)
         to_sample: list[Request] = []
         rows: list[int] = []
         begin = 0
@@ -127,49 +189,42 @@ class EngineCore:
                 raise
         return copies
 
-    def _sampling(self, requests: list[Request]) -> Sampling:
-        uniforms = [request.uniform for request in requests]
-        return Sampling.of([request.params for request in requests], uniforms, self._vocab_size)
-
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
         self._counts = self._counts or TokenCounts(logits.shape[-1], logits.device)
         histories = [request.history for request in requests]
         found, errors = distributions(logits, [request.params for request in requests], histories, self._counts)
-        sampling = self._sampling(requests)
-        packed = self.runner.packed(found.choose(sampling))
-        return self._accept(requests, packed, sampling, found, errors)
-
-    def _read(self, packed: Tensor, sampling: Sampling, count: int, found: Distributions | None) -> list[list[float]]:
-        """Read a step's tokens, the one time that the host waits for the device, or twice for flat distributions."""
+        uniforms = [request.uniform() for request in requests]
+        sampling = Sampling.of([request.params for request in requests], uniforms, self._vocab_size)
         # ranks may have summed in another order, and different tokens would part them for good
         ranks = self.cache.layout.ranks
-        *rows, (num_free, *_) = ranks.broadcast(packed).tolist()
+        *rows, (num_free, *_) = ranks.broadcast(self.runner.packed(found.choose(sampling))).tolist()
         if ranks.size == 1:
             self.cache.note_free(int(num_free))
-        if found is not None and (left := [index for index, (token, *_) in enumerate(rows[:count]) if token < 0]):
+        return self._accept(requests, self._closed(rows, sampling, found), found, errors)
+
+    def _closed(self, rows: list[list[float]], sampling: Sampling, found: Distributions | None) -> list[list[float]]:
+        """Choose the tokens that are left open, of flat distributions, and read them too."""
+        if found is not None and (left := [index for index, (token, *_) in enumerate(rows) if token < 0]):
             again = self.runner.packed(found.choose_among_all(left, sampling))
-            for index, row in zip(left, ranks.broadcast(again).tolist(), strict=False):
+            for index, row in zip(left, self.cache.layout.ranks.broadcast(again).tolist(), strict=False):
                 rows[index] = row
-        return rows[:count]
+        return rows
 
     def _accept(
         self,
         requests: list[Request],
-        packed: Tensor,
-        sampling: Sampling,
+        rows: list[list[float]],
         found: Distributions | None,
         errors: Mapping[int, Exception] = MappingProxyType({}),
     ) -> list[TokenEvent]:
-        """Read the step's tokens and append them.
+        """Append the tokens of a step.
 
         Args:
             requests: the requests that were sampled for.
-            packed: see `Runner.packed`; rows beyond the requests' are not read.
-            sampling: what they were chosen by.
+            rows: see `Choice.as_rows`.
             found: what they were chosen from; None: it is not needed any more.
             errors: of the requests that have failed already.
         """
-        rows = self._read(packed, sampling, len(requests), found)
         events: list[TokenEvent] = []
         for index, (request, (token, logprob, *top)) in enumerate(zip(requests, rows, strict=True)):
             if index in errors or not math.isfinite(logprob):
@@ -213,9 +268,11 @@ class EngineCore:
         (request.root or request).error = error
         self._finish(request, "error", cache_is_valid)
 
-    def _fail_pass(self, chunks: list[ScheduledChunk], error: Exception) -> None:
+    def _fail_pass(self, sequences: list[Sequence], error: Exception) -> None:
         """End the requests of a pass that has failed, with all of their continuations; others are computed again."""
-        requests = [self.by_sequence[sequence] for sequence in self.scheduler.recover(chunks)]
+        self._launched = None
+        self.scheduler.recover(sequences)
+        requests = [self.by_sequence[sequence] for sequence in sequences if sequence in self.by_sequence]
         for root in dict.fromkeys(request.root or request for request in requests):
             for branch in self._unfinished(root):
                 self._fail(branch, error)
@@ -230,11 +287,15 @@ class EngineCore:
 
     def abort(self, requests: Collection[Request]) -> None:
         """End what has not ended of requests; their tokens so far become their generations."""
+        if any(map(self._unfinished, requests)):
+            self.settle()
         for branch in [branch for request in requests for branch in self._unfinished(request)]:
             self._finish(branch, "abort")
 
     def close(self, sequence: Sequence) -> None:
         """Abort a session's request, if it has one, and free the blocks of its sequence."""
+        if sequence in self.by_sequence:
+            self.settle()
         if (request := self.by_sequence.get(sequence)) is not None:
             self._finish(request, "abort")
         self.scheduler.finish(sequence)

@@ -14,6 +14,8 @@ from dmc.config.settings import Count, NonNegative, Positive, Share, checked_dat
 
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
+STOPS = 8
+"""Tokens that may end a request and that the device is told of."""
 
 
 @checked_dataclass(frozen=True)
@@ -64,6 +66,11 @@ class SamplingParams:
     def numbers(self) -> tuple[float, float, float, float]:
         """What the device is told of a row: temperature, top_k (0: all), top_p, min_p."""
         return self.temperature, float(self.top_k or 0), self.top_p, self.min_p
+
+    @cached_property
+    def stops_on_device(self) -> tuple[int, ...]:
+        """The first `STOPS` of the tokens that end the request, filled up with -1."""
+        return (*self.stop_token_ids, *[-1] * STOPS)[:STOPS]
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -82,7 +82,8 @@ class PagedCache:
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
-        self._known_free = self.allocator.num_blocks
+        self._known_free, self.num_counted = self.allocator.num_blocks, 0
+        """`num_counted`: how often the device was asked how many blocks are free, as whenever the host takes some."""
         self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
 
     @property
@@ -265,7 +266,13 @@ class PagedCache:
         """Blocks of a sequence, shared ones too; the most of any rank."""
         return self.layout.ranks.all_reduce(self._owned_blocks(row).numel(), "max")
 
-    def reserve(self, rows: list[int], num_new: list[int]) -> None:
+    def surely_fits(self, rows: Tensor, length: int) -> bool:
+        """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
+        fed = self._fed_since_known.clone()
+        fed[rows] += 1
+        return self._most_taken(fed) <= self._known_free and length <= self.block_tables.shape[-1] * self.block_size
+
+    def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
 
         A pool that grows does so layer by layer when a prompt is fed, in `make_room`: room for all layers uncompressed
@@ -274,7 +281,8 @@ class PagedCache:
         Raises:
             OutOfBlocksError: the pool is fixed and has too few free blocks; nothing has changed.
         """
-        self._grows_by_layer = self.grows and max(num_new) > 1
+        num_new = torch.as_tensor(num_new)
+        self._grows_by_layer = self.grows and int(num_new.max()) > 1
         if self._grows_by_layer:
             self._room = self._known_free - self._most_taken(self._fed_since_known)
             self._known_free = 0
@@ -283,8 +291,8 @@ class PagedCache:
             if missing > 0:
                 self._grow_pool(missing)
                 self._count_free()
-        self._fed_since_known[rows] += torch.tensor(num_new)
-        most_tokens = int((self.tokens_seen[rows] + torch.tensor(num_new)).max())
+        self._fed_since_known[rows] += num_new
+        most_tokens = int((self.tokens_seen[rows] + num_new).max())
         if (wanted := -(-most_tokens // self.block_size)) > (width := self.block_tables.shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
@@ -312,19 +320,19 @@ class PagedCache:
                 self._room += self.allocator.num_blocks - before
         self._room -= wanted
 
-    def _missing_blocks(self, rows: list[int], num_new: list[int], others: int = 0) -> int:
+    def _missing_blocks(self, rows: list[int] | Tensor, num_new: list[int] | Tensor, others: int = 0) -> int:
         """Blocks that could be lacking if every token is appended; <= 0: none."""
         fed = self._fed_since_known.clone()
-        fed[rows] += torch.tensor(num_new, dtype=torch.long)
+        fed[rows] += torch.as_tensor(num_new, dtype=torch.long)
         if (most_taken := self._most_taken(fed) + others) <= self._known_free:
             return most_taken - self._known_free
         if self._fed_since_known.any():
             self._count_free()
         return self._blocks_needed(rows, num_new) + others - self._known_free
 
-    def _blocks_needed(self, rows: list[int], num_new: list[int]) -> int:
+    def _blocks_needed(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> int:
         """Blocks that rows take for so many tokens each if all are appended; the most of any rank."""
-        counts = torch.tensor(num_new, dtype=torch.long, device=self.lengths.device)
+        counts = torch.as_tensor(num_new, dtype=torch.long, device=self.lengths.device)
         lengths = self.lengths[:, rows].long()
         grown = -(-(lengths + counts[None, :, None]) // self.block_size)
         return self.layout.ranks.all_reduce(int((grown - -(-lengths // self.block_size)).sum()), "max")
@@ -337,11 +345,14 @@ class PagedCache:
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""
         self.note_free(self.layout.ranks.all_reduce(self.allocator.num_free, "min"))
+        self.num_counted += 1
 
-    def note_free(self, num_blocks: int) -> None:
-        """Learn how many blocks are free, on every rank, after all that has been fed."""
+    def note_free(self, num_blocks: int, fed_since: Tensor | None = None) -> None:
+        """Learn how many blocks were free, on every rank, before these rows were fed a token; None: none was."""
         self._known_free = num_blocks
         self._fed_since_known.zero_()
+        if fed_since is not None:
+            self._fed_since_known[fed_since] = 1
 
     def _grow_pool(self, missing: int) -> None:
         if not self.grows:

@@ -108,19 +108,18 @@ class PrefixCache:
     def keep(self, running: list[Sequence]) -> None:
         """Take snapshots of sequences where others may continue, as far as there is room."""
         for sequence in running:
-            number, rest = divmod(sequence.num_computed_tokens, self._block_size)
-            if rest or number < LEAST_BLOCKS:
-                continue
-            here = self._hashes(sequence, sequence.num_computed_tokens)[-1]
-            ends_chunk = (
-                sequence.num_computed_tokens % CHUNK == 0
-                and sequence.num_computed_tokens < sequence.next_logit_position
-            )
-            if not (ends_chunk or self._seen.get(here)) or () in self._found.get(here, {}):
-                continue
-            if self._cache.has_free(self._cache.blocks_to_share()):
+            is_due = self.is_due(sequence, sequence.num_computed_tokens)
+            if is_due and self._cache.has_free(self._cache.blocks_to_share()):
                 assert sequence.row is not None
                 self._add(sequence, self._cache.snapshot(sequence.row))
+
+    def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether others may continue from where so many tokens of a sequence are computed."""
+        if num_tokens % self._block_size or num_tokens < LEAST_BLOCKS * self._block_size:
+            return False
+        here = self._hashes(sequence, num_tokens)[-1]
+        ends_chunk = num_tokens % CHUNK == 0 and num_tokens < sequence.next_logit_position
+        return bool(ends_chunk or self._seen.get(here)) and () not in self._found.get(here, {})
 
     def take(self, sequence: Sequence) -> bool:
         """Take over the cache of an ended sequence and close its row; False: it is not worth it."""

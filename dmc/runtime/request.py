@@ -233,14 +233,14 @@ class Request:
             self._history = History(tokens, len(tokens) - len(self.logprobs))
         return self._history
 
-    @property
-    def uniform(self) -> float:
-        """What the next token is drawn by: the same until it has come, however often its pass fails."""
+    def uniform(self, ahead: int = 0) -> float:
+        """Return what the next token, or one so many later, is drawn by: the same however often its pass fails."""
         if self.params.temperature == 0:
             return 0.0
-        if not self._uniforms:
-            self._uniforms = torch.rand(DRAWS, dtype=torch.float64, generator=self.generator).tolist()[::-1]
-        return self._uniforms[-1]
+        if len(self._uniforms) <= ahead:
+            more = torch.rand(DRAWS, dtype=torch.float64, generator=self.generator).tolist()
+            self._uniforms = more[::-1] + self._uniforms
+        return self._uniforms[-1 - ahead]
 
     def take(self, logits: Tensor) -> int:
         """Take the sequence's next predictions, [n, vocab]; return how many of them are of tokens that are given."""

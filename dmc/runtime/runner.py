@@ -1,170 +1,44 @@
-"""Forward passes: chunks of sequences in, logits out; steps that only decode can be recorded and replayed."""
+"""Forward passes: chunks of sequences in, logits out, or tokens of a step that is recorded."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dmc.compression import rotate
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import GENERATED, ForwardBatch
-from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime import model_view
+from dmc.runtime.decode_steps import NUM_INPUTS, DecodeBatch, DecodeSteps, Recorder, Result
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
-from dmc.runtime.sampling import CANDIDATES, Choice, Sampling, choose
+from dmc.runtime.request import Request
+from dmc.runtime.sampling import CANDIDATES, Choice, choose
 from dmc.runtime.scheduler import ScheduledChunk
+from dmc.runtime.slow_pool import PendingCopy
 from dmc.runtime.tally import SlotIndex
 
-logger = logging.getLogger(__name__)
 
-Result = tuple[Tensor | None, Tensor | None]
-"""Logits or log-probabilities, and what the host reads of a step: see `Runner.forward`."""
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step of decoding that the host has not read."""
 
-
-class Recorder(Protocol):
-    """Turns functions whose inputs and outputs stay at the same addresses into ones that replay their kernels."""
-
-    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        """Record a step."""
-
-    def drop(self) -> None:
-        """Forget what was recorded."""
-
-
-READING_ROPE = ("dynamic", "longrope")
-"""Types of RoPE whose tables the host chooses by the positions."""
-
-
-class GpuRecorder:
-    """Records steps as CUDA graphs of one device; recording runs no kernel of the step.
-
-    Graphs share a memory pool until they are dropped together. No other recorder has the stream: torch frees a stream's
-    workspace with the graphs of any recorder that captured on it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._pool: Any = None
-
-    def drop(self) -> None:
-        """Begin a pool of its own for the next graphs; torch does not take graphs into one whose last has gone."""
-        self._pool = None
-
-    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        """See `Recorder`."""
-        with torch.cuda.device(self._device):
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            try:  # other threads may go on to allocate
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                    result = step()
-            except BaseException:
-                torch.cuda.set_stream(before)  # which a capture that fails does not
-                raise
-
-        def replay() -> Result:
-            graph.replay()
-            return result
-
-        return replay
-
-
-def why_not_recorded(layout: CacheLayout, policy: CachePolicy | None, config: Any) -> str | None:
-    """Return why decode steps cannot be recorded as CUDA graphs; None if they can."""
-    if layout.device.type != "cuda":
-        return f"the model is on {layout.device}, not on a GPU"
-    if policy is not None and not policy.decodes_on_device:
-        return f"{type(policy).__name__} asks the host in every step of decoding"
-    if layout.ranks.size > 1 and dist.get_backend(layout.ranks.group) != "nccl":
-        return "the processes that share the model do so through the host"
-    if any(kind in str(getattr(config, "rope_parameters", None)) for kind in READING_ROPE):
-        return f"the host chooses RoPE tables by position ({', '.join(READING_ROPE)})"
-    return None
-
-
-def bucket_of(count: int, most: int) -> int:
-    """Round a number of sequences up to a power of two, at most `most`, so that few sizes are recorded."""
-    return min(1 << (count - 1).bit_length(), most)
-
-
-class DecodeSteps:
-    """Computes one token of each sequence and chooses the next ones; each bucket of batch sizes is recorded once.
-
-    Rows of a bucket beyond the given sequences write to the cache's scratch row. The first step of a bucket runs
-    eagerly, which also compiles kernels at their first use; the second is recorded. All recordings are dropped when the
-    cache's tensors have moved. When a recording fails, this and all later steps run eagerly.
-
-    Args:
-        run: function of token ids [1, S], their batch, and `Sampling`'s settings on the device, width and number of
-            reported tokens (None: nothing is chosen); it does not wait for the device, and allocates nothing that
-            outlives the call but its result, of S or more rows.
-        record: recorder of a step.
-        most: sequences of the largest bucket; the scratch row follows theirs.
-        device: device of the model.
-    """
-
-    def __init__(self, run: Callable[..., Result], record: Recorder, most: int, device: torch.device) -> None:
-        self._run, self._most, self._device = run, most, device
-        self._record: Recorder | None = record
-        self._steps: dict[Any, tuple[Tensor, Callable[[], Result], bool]] = {}
-        self._place: object = None
-
-    def __call__(
-        self, tokens: list[int], rows: list[int], positions: list[int], sampling: Sampling | None, place: object
-    ) -> Result:
-        """Run a step; recordings stay valid while `place` stays equal. The next call overwrites the result."""
-        if place != self._place:
-            self._steps, self._place = {}, place
-            if self._record is not None:
-                self._record.drop()
-        size = bucket_of(len(tokens), self._most)
-        mode = None if sampling is None else (sampling.width, sampling.num_top)
-        if (size, mode) not in self._steps:
-            inputs = torch.zeros(8, size, dtype=torch.float64, device=self._device)
-            self._steps[size, mode] = inputs, functools.partial(self._step, inputs, mode), False
-        else:
-            inputs, step, is_recorded = self._steps[size, mode]
-            if not is_recorded and self._record is not None:
-                self._steps[size, mode] = inputs, self._recorded(step), True
-        given = torch.zeros(8, size, dtype=torch.float64)
-        given[1] = self._most
-        given[:3, : len(tokens)] = torch.tensor([tokens, rows, positions])
-        if sampling is not None:
-            given[3:, : len(tokens)] = sampling.settings
-        inputs.copy_(given, non_blocking=True)
-        return self._steps[size, mode][1]()
-
-    @property
-    def num_recorded(self) -> int:
-        """Number of steps that have been recorded, and are replayed."""
-        return 0 if self._record is None else sum(is_recorded for *_, is_recorded in self._steps.values())
-
-    def _recorded(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        assert self._record is not None
-        try:
-            return self._record(step)
-        except Exception:
-            logger.warning("decoding goes on without CUDA graphs: a step could not be recorded", exc_info=True)
-            self._record = None
-            return step
-
-    def _step(self, inputs: Tensor, mode: tuple[int, int] | None) -> Result:
-        tokens, rows, positions = inputs[:3].long()
-        batch = ForwardBatch.of_ones(len(rows), self._device, rows, positions)
-        batch.phases = [GENERATED] * len(rows)
-        return self._run(tokens[None], batch, inputs[3:], mode)
+    batch: DecodeBatch
+    log_probs: Tensor | None
+    """What tokens that are left open are chosen from, float32 [S, vocab]; None: none is."""
+    copy: PendingCopy
+    """See `Runner.packed`."""
+    num_counted: int
+    """`PagedCache.num_counted` when it was launched."""
+    goes_on: bool = True
+    """Whether the next step may be launched before this one is read."""
 
 
 class Runner:
@@ -219,15 +93,13 @@ class Runner:
             self._decode_steps = DecodeSteps(self._decode, record, cache.scratch_row, layout.device)
 
     @torch.no_grad()
-    def forward(self, chunks: list[ScheduledChunk], sampling: Sampling | None = None) -> Result:
+    def forward(self, chunks: list[ScheduledChunk]) -> Tensor:
         """Feed chunks.
 
         Args:
             chunks: the next tokens of some sequences.
-            sampling: how their next tokens are chosen, of a step that is recorded; None: that is not done here.
         Returns:
-            Without `sampling` the logits of each chunk in turn, [rows, vocab]. Else their log-probabilities, None where
-            the choice leaves nothing open, and the choice as `packed` lays it out.
+            The logits of each chunk in turn, [rows, vocab].
         Raises:
             OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
             RuntimeError: the model has moved to another device or dtype than the cache's; nothing has changed.
@@ -239,12 +111,13 @@ class Runner:
         self.cache.reserve(rows, counts)
         self._attention.tokens = {chunk.sequence.row or 0: chunk.sequence.tokens for chunk in chunks}
         self._attention.prompts = {chunk.sequence.row or 0: chunk.sequence.prompts for chunk in chunks}
-        packed: Tensor | None = None
         if self._decode_steps is not None and self.is_recorded(chunks):
             self.cache.tally.watch([], [])
-            tokens = [chunk.tokens[0] for chunk in chunks]
-            logits, packed = self._decode_steps(tokens, rows, begins, sampling, self.cache.place)
-            logits = None if logits is None else logits[: len(rows)]
+            given = torch.zeros(NUM_INPUTS, len(chunks), dtype=torch.float64)
+            given[:3] = torch.tensor([[chunk.tokens[0] for chunk in chunks], rows, begins])
+            every, _ = self._decode_steps(given, None, self.cache.place)
+            assert every is not None
+            logits = every[: len(rows)]
         else:
             logits = self._pass_of(chunks, rows, begins, counts)
         self.cache.tokens_seen[rows] += torch.tensor(counts)
@@ -253,7 +126,37 @@ class Runner:
             first, sequence = chunk.first_logit_position, chunk.sequence
             sequence.held.add(begin + first, count - first, delay)
             sequence.num_computed_tokens = begin + count
-        return logits, packed
+        return logits
+
+    @torch.no_grad()
+    def launch(self, batch: DecodeBatch) -> LaunchedStep:
+        """Start a step that is recorded, without waiting for it; `book` counts it when it has been read.
+
+        Raises:
+            OutOfBlocksError: see `PagedCache.reserve`; nothing has changed.
+            RuntimeError: see `forward`.
+        """
+        assert self._decode_steps is not None
+        self._check_place()
+        self.cache.reserve(batch.rows, torch.ones(len(batch.requests), dtype=torch.long))
+        self.cache.tally.watch([], [])
+        log_probs, packed = self._decode_steps(batch.inputs, batch.mode, self.cache.place)
+        assert packed is not None
+        if log_probs is not None:  # which the next step overwrites
+            log_probs = log_probs[: len(batch.requests)].clone()
+        device = self.cache.layout.device
+        copied = packed.to("cpu", non_blocking=True, copy=True)
+        event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return LaunchedStep(batch, log_probs, PendingCopy(copied, event), self.cache.num_counted)
+
+    def book(self, requests: list[Request]) -> None:
+        """Count the token that each of these requests was fed in a launched step."""
+        self.cache.tokens_seen[[request.sequence.row for request in requests]] += 1
+        delay = self.cache.layout.delay
+        for request in requests:
+            sequence = request.sequence
+            sequence.held.add(sequence.num_computed_tokens, 1, delay)
+            sequence.num_computed_tokens += 1
 
     def _pass_of(self, chunks: list[ScheduledChunk], rows: list[int], begins: list[int], counts: list[int]) -> Tensor:
         """Put a pass together out of what the host knows."""
@@ -298,7 +201,8 @@ class Runner:
         if mode is None:
             return logits, None
         log_probs = logits.float().log_softmax(-1)
-        packed = self.packed(choose(log_probs, log_probs, settings, *mode))
+        # ranks may have summed in another order, and different tokens would part them for good
+        packed = self.cache.layout.ranks.broadcast(self.packed(choose(log_probs, log_probs, settings, *mode)))
         return log_probs if mode[0] == CANDIDATES else None, packed
 
     def _pass(

@@ -117,12 +117,15 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], vocab_size: int) -> Sampling:
         """Combine the parameters of all rows; few widths and numbers occur, since each is recorded by itself."""
-        numbers = [row.numbers for row in params]
-        width = max((_width(row, vocab_size) for row in set(numbers) if row[0] > 0), default=-1)
-        settings = [(*row, uniform) for row, uniform in zip(numbers, uniforms, strict=True)]
-        num_top = max((row.top_logprobs for row in params), default=0)
-        num_top = min(_rounded(num_top, (0, 20), vocab_size), vocab_size)
-        return cls(torch.tensor(settings, dtype=torch.float64).T, width, num_top)
+        settings = [(*row.numbers, uniform) for row, uniform in zip(params, uniforms, strict=True)]
+        return cls(torch.tensor(settings, dtype=torch.float64).T, *mode_of(params, vocab_size))
+
+
+def mode_of(params: Sequence[SamplingParams], vocab_size: int) -> tuple[int, int]:
+    """Return `Sampling`'s width and number of reported tokens for these rows."""
+    width = max((_width(row, vocab_size) for row in {row.numbers for row in params} if row[0] > 0), default=-1)
+    num_top = max((row.top_logprobs for row in params), default=0)
+    return width, min(_rounded(num_top, (0, 20), vocab_size), vocab_size)
 
 
 def _width(numbers: tuple[float, float, float, float], vocab_size: int) -> int:

@@ -104,6 +104,18 @@ class Scheduler:
                 break
         return chunks
 
+    def only_decodes(self, sequences: list[Sequence]) -> bool:
+        """Whether nothing but a further token of each of these can come next, once they have been fed their last.
+
+        No other may enter, and no prefix of theirs would be kept.
+        """
+        if sequences != self.running or (self.waiting and (self.cache.num_free_rows or self.resting)):
+            return False
+        if self.token_budget is not None and len(sequences) > self.token_budget:
+            return False
+        prefixes = self.prefixes
+        return prefixes is None or not any(prefixes.is_due(one, one.num_computed_tokens + 1) for one in sequences)
+
     def _make_room(self, sequence: Sequence | None = None, keep: int = 0) -> bool:
         """Free blocks of idle sequences except `sequence`, or of all but the latest prefixes; False: there are none."""
         return (self.prefixes is not None and self.prefixes.reclaim(keep)) or self._evict_another(sequence)
@@ -153,13 +165,12 @@ class Scheduler:
             if sequence in sequences:
                 sequences.remove(sequence)
 
-    def recover(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
+    def recover(self, failed: list[Sequence]) -> None:
         """Empty the cache after a failed pass, whose writes may be half done; sequences outside of it are recomputed.
 
-        Returns:
-            The sequences of the pass, which are on no list any more.
+        Args:
+            failed: the sequences of the pass, which are on no list any more.
         """
-        failed = [chunk.sequence for chunk in chunks]
         others = [sequence for sequence in (*self.running, *self.waiting) if sequence not in failed]
         for sequence in (*self.running, *self.resting):
             if sequence.row is not None:
@@ -167,7 +178,6 @@ class Scheduler:
             sequence.num_preemptions += 1
         self.reset()
         self.waiting.extend(others)
-        return failed
 
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks are freed."""

@@ -108,6 +108,7 @@ class Session:
         Raises:
             ValueError: nothing is cached; no policy evicts tokens, or the model merges them.
         """
+        self.core.settle()
         if self.sequence.row is None:
             raise ValueError("the session holds nothing: give it a turn first")
         return self.engine.cache.positions_held(self.sequence.row)

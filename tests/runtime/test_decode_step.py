@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from recording import Recorder
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime.runner import GpuRecorder, bucket_of, why_not_recorded
+from dmc.runtime.decode_steps import GpuRecorder, bucket_of, why_not_recorded
 
 METHODS: dict[str, Any] = {
     "full cache": None,
@@ -25,66 +24,6 @@ METHODS: dict[str, Any] = {
     "drop, delay 4": {"action": "drop", "delay": 4},
     "every fourth": {"decisions": "fixed", "weighting": "uniform", "window_size": None, "target_ratio": 4.0},
 }
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2")
-
-
-class Tape(TorchDispatchMode):
-    """Records operations as a CUDA graph does: each again, out of and into the memory that it first had.
-
-    It raises where the host waits for a value, or a shape depends on one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        assert name not in READS, f"{name} waits for the device"
-        out = function(*arguments, **(keywords or {}))
-        if not function.is_view:
-            self.calls.append((function, arguments, keywords or {}, out))
-        return out
-
-    def replay(self) -> None:
-        """Do all of it once more."""
-        for function, arguments, keywords, out in self.calls:
-            again = function(*arguments, **keywords)
-            if not function._schema.is_mutable:
-                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
-
-
-class Recorder:
-    """Records steps on any device; what the recording itself did is taken back."""
-
-    engine: Engine
-
-    def __init__(self) -> None:
-        self.num_recorded, self.num_replayed, self.num_dropped = 0, 0, 0
-
-    def drop(self) -> None:
-        """Count."""
-        self.num_dropped += 1
-
-    def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        self.num_recorded += 1
-        cache, tape = self.engine.cache, Tape()
-        written = [*cache.fields._tensors.values(), cache.allocator.stack, cache.allocator.height]
-        written += [cache.tally.slots, cache.tally.blocks]
-        before = [tensor.clone() for tensor in written]
-        with tape:
-            result = step()
-        for tensor, was in zip(written, before, strict=True):
-            tensor.copy_(was)
-
-        def replay() -> Any:
-            self.num_replayed += 1
-            tape.replay()
-            return result
-
-        return replay
 
 
 def made(method: str, make_stock: Any, make_compressed: Any) -> tuple[Any, Any]:
@@ -93,20 +32,6 @@ def made(method: str, make_stock: Any, make_compressed: Any) -> tuple[Any, Any]:
     if isinstance(gates, dict):
         return make_compressed(gates=gates), None
     return make_stock(), gates
-
-
-@pytest.fixture
-def make_recording(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, Recorder]]:
-    """Return what makes an engine that records as on a GPU, and its recorder."""
-
-    def make(model: Any, recorder: type[Recorder] = Recorder, **options: Any) -> tuple[Engine, Recorder]:
-        record = recorder()
-        monkeypatch.setattr("dmc.runtime.engine.GpuRecorder", lambda device: record)
-        monkeypatch.setattr("dmc.runtime.engine.why_not_recorded", lambda *_: None)
-        record.engine = Engine(model, kernels="reference", cuda_graphs=True, **options)
-        return record.engine, record
-
-    return make
 
 
 @pytest.mark.parametrize("method", METHODS)
