@@ -233,8 +233,8 @@ class EngineCore:
                 self._fail(request, errors.get(index) or _not_finite(request), is_valid)
                 continue
             num_top = 2 * request.params.top_logprobs
+            likely = dict(zip(map(int, top[:num_top:2]), top[1:num_top:2], strict=True)) if num_top else {}
             try:
-                likely = dict(zip(map(int, top[:num_top:2]), top[1:num_top:2], strict=True)) if num_top else {}
                 event = request.accept(int(token), logprob, likely)
             except Exception as error:  # of its tokenizer
                 self._fail(request, error, cache_is_valid=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,21 +147,34 @@ class Forced:
         ]
 
 
-class TokenEvent(NamedTuple):
+@dataclass(eq=False, slots=True)
+class TokenEvent:
     """A token that a forward pass has brought."""
 
     request: Request
     token_id: int
-    text: str
-    """What has become final of the text, maybe nothing; the pieces of a request make up its text."""
     logprob: float
     """Natural-log probability of the token under the unmodified distribution."""
     finish_reason: FinishReason | None
     """None: more is to come."""
+    index: int
+    """Which token of its continuation it is."""
     number: int = 0
     """Which of the request's `n` continuations it belongs to."""
     top_logprobs: dict[int, float] | None = None
     """Of the most likely tokens, if they were asked for."""
+
+    @property
+    def text(self) -> str:
+        """What has become final of the text, maybe nothing; the pieces of a request make up its text.
+
+        It is decoded when asked for, in the caller's thread.
+
+        Raises:
+            Exception: what the tokenizer raises.
+        """
+        stream = self.request.branches[self.number].text_stream
+        return "" if stream is None else stream.text_of(self.index, self.finish_reason is not None)
 
 
 @dataclass(eq=False)
@@ -183,6 +196,8 @@ class Request:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     root: Request | None = None
     """The request that was submitted, of which this is another continuation; None: this one."""
+    number: int = 0
+    """Which of its continuations this is."""
     alternatives: list[Request] = field(default_factory=list)
     """The others of `n` continuations, as soon as the prompt has been computed."""
     outcome: Generation | None = None
@@ -216,6 +231,7 @@ class Request:
         """Begin another continuation of the prompt, with nothing generated yet."""
         stream = None if self.text_stream is None else TextStream(tokenizer, self.params.stop)
         other = Request(sequence, self.prompt, self.params, generator, stream, self.forced, root=self)
+        other.number = len(self.branches)
         self.alternatives.append(other)
         return other
 
@@ -250,44 +266,48 @@ class Request:
 
     def accept(self, token: int, logprob: float, top: dict[int, float]) -> TokenEvent:
         """Append a generated token and tell what it means."""
-        self.sequence.next_prompt = len(self.sequence.tokens)
-        self.sequence.tokens.append(token)
-        self.sequence.next_logit_position += 1
+        sequence, params, stream, index = self.sequence, self.params, self.text_stream, len(self.logprobs)
+        sequence.next_prompt = len(sequence.tokens)
+        sequence.tokens.append(token)
+        sequence.next_logit_position += 1
         self.logprobs.append(logprob)
         if self._uniforms:
             self._uniforms.pop()
-        if self.params.top_logprobs:
-            self.top_logprobs.append(top)
-        text = "" if self.text_stream is None else self.text_stream.push(token)
         reason: FinishReason | None = None
-        if token in self.params.stop_token_ids or (self.text_stream is not None and self.text_stream.stopped):
+        if token in params.stop_token_ids:
             reason = "stop"
-        elif len(self.logprobs) >= self.params.max_new_tokens:
+        elif index + 1 >= params.max_new_tokens:
             reason = "length"
-        if reason is not None and self.text_stream is not None:
-            text += self.text_stream.finish()
-        root = self.root or self
-        number = 0 if root is self else root.branches.index(self)
-        event = TokenEvent(root, token, text, logprob, reason, number, top if self.params.top_logprobs else None)
-        if root.inbox is not None:
-            root.inbox.append(event)
+        if stream is not None:
+            stream.add(token)
+            if params.stop:
+                stream.text_of(index, is_last=False)
+                reason = "stop" if stream.stopped else reason
+        event = TokenEvent(self.root or self, token, logprob, reason, index, self.number)
+        if params.top_logprobs:
+            self.top_logprobs.append(top)
+            event.top_logprobs = top
+        if event.request.inbox is not None:
+            event.request.inbox.append(event)
         return event
 
     def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
-        """Put the generation together."""
-        tokens = self.new_tokens
-        text: str | None
-        if self.text_stream is not None and (self.text_stream.stopped or reason == "error"):  # maybe the tokenizer's
-            text = "".join(self.text_stream.pieces)
-        else:
-            text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        """Put the generation together; one whose text cannot be decoded ends with the tokenizer's error."""
+        tokens, root, text = self.new_tokens, self.root or self, None
+        pieces = "" if self.text_stream is None else "".join(self.text_stream.pieces)
+        try:
+            if self.text_stream is not None and self.text_stream.stopped:
+                text = pieces
+            elif tokenizer is not None:
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+        except Exception as error:
+            text, reason, root.error = pieces, "error", root.error or error
         prompt_steps = [] if self.params.prompt_logprobs is None else self.forced.steps
         self.outcome = Generation(
             *(tokens, text, self.logprobs, stats, reason, self.top_logprobs),
             prompt_logprobs=[logprob for _, logprob, _ in prompt_steps],
             prompt_top_logprobs=[top for _, _, top in prompt_steps],
         )
-        root = self.root or self
         outcomes = [branch.outcome for branch in root.branches if branch.outcome is not None]
         if len(outcomes) == len(root.branches):
             root.generation = replace(outcomes[0], alternatives=outcomes[1:])

@@ -99,7 +99,11 @@ class Answer:
                 for number in range(request.n):
                     yield self._event(Update(first_choice + number, *echo, None))
             token = TokenLogprob(event.token_id, event.logprob, event.top_logprobs or {})
-            yield self._event(Update(first_choice + event.number, event.text, [token], event.finish_reason))
+            try:
+                text = event.text
+            except Exception as error:  # of the tokenizer
+                raise APIError(500, f"the request has failed: {error!r}", None, "generation_failed") from error
+            yield self._event(Update(first_choice + event.number, text, [token], event.finish_reason))
         if not request.stream:
             yield await asyncio.to_thread(self._full_response)
             return

@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dmc import Engine, SamplingParams
 from dmc.runtime.text_stream import TextStream
 
 TEXT = "Füße, naïve 日本語 and 😀👍🏽 — the quick brown fox jumps over the lazy dog. "
@@ -38,6 +39,16 @@ class Letters:
 
     def decode(self, tokens, skip_special_tokens):
         return "".join(map(chr, tokens))
+
+
+class Counting(Letters):
+    """Counts what it is asked."""
+
+    num_calls = 0
+
+    def decode(self, tokens, skip_special_tokens):
+        self.num_calls += 1
+        return super().decode([token + 33 for token in tokens], skip_special_tokens)
 
 
 def pieces(stream, tokens):
@@ -121,3 +132,17 @@ def test_random_texts_stop_where_a_search_of_the_whole_text_says():
 def test_what_cannot_begin_a_stop_string_is_not_held_back():
     stream = TextStream(Letters(), ("<end>",))
     assert [stream.push(ord(letter)) for letter in "a<eb"] == ["a", "", "", "<eb"]
+
+
+def test_text_is_decoded_where_it_is_asked_for_in_any_order(make_stock, make_prompts):
+    tokenizer = Counting()
+    engine = Engine(make_stock(), tokenizer)
+    params = SamplingParams(max_new_tokens=9, temperature=0, n=2)
+    request, events = engine.submit(*make_prompts(5), params), []
+    while request.generation is None:
+        events += engine.step()
+    assert tokenizer.num_calls == 2  # the text of each continuation, at its end
+    texts = {(event.number, event.index): event.text for event in reversed(events)}
+    for number, each in enumerate((request.generation, *request.generation.alternatives)):
+        assert "".join(texts[number, index] for index in range(9)) == each.text
+        assert all(event.text == texts[event.number, event.index] for event in events)
