@@ -4,8 +4,8 @@ OMP_NUM_THREADS=1 python benchmarks/host_step.py
 OMP_NUM_THREADS=1 python benchmarks/host_step.py --sequences 64,512 --rounds 400
 
 The recorder of this program replays nothing, so that tokens are always the same; the rest is the engine's own code. The
-cases take turns step by step: greedy requests, sampled ones, ones that may end at more tokens than the device is told of,
-so that each step is scheduled anew, and ones with a prefix cache.
+cases take turns step by step: greedy requests, sampled ones, ones that may end at more tokens than the device is told
+of, so that each step is scheduled anew, and ones with a prefix cache.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CASES = {
     "greedy": (SamplingParams(max_new_tokens=LENGTH - 64, temperature=0.0), False),
     "sampled, top_k": (SamplingParams(max_new_tokens=LENGTH - 64, top_k=20, seed=0), False),
     "greedy, not one ahead": (
-        SamplingParams(max_new_tokens=LENGTH - 64, temperature=0.0, stop_token_ids=tuple(range(1000, 1009))),
+        SamplingParams(max_new_tokens=LENGTH - 64, temperature=0.0, stop_token_ids=tuple(range(100, 109))),
         False,
     ),
     "greedy, prefix cache": (SamplingParams(max_new_tokens=LENGTH - 64, temperature=0.0), True),

@@ -181,7 +181,7 @@ class Runner:
     def is_recorded(self, chunks: list[ScheduledChunk]) -> bool:
         """Whether a step over these chunks is recorded: one that only decodes."""
         return self._decode_steps is not None and all(
-            len(chunk.tokens) == chunk.num_logits == 1 and chunk.phase == GENERATED for chunk in chunks
+            len(tokens) == 1 and first == 0 and phase is GENERATED for _, tokens, first, phase in chunks
         )
 
     @property

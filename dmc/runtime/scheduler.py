@@ -192,9 +192,18 @@ class Scheduler:
 
     def _share_tokens(self, shrinks: bool = False) -> list[ScheduledChunk]:
         """Divide the budget among running sequences, those with one token to feed first."""
+        several = [one for one in self.running if len(one.tokens) - one.num_computed_tokens > 1]
+        apart = set(several)
+        ones = [one for one in self.running if one not in apart] if several else self.running
         chunks: list[ScheduledChunk] = []
-        num_tokens = 0
-        for sequence in sorted(self.running, key=lambda sequence: sequence.num_waiting > 1):
+        if self.policy is None:  # of hundreds that decode
+            chunks = [
+                ScheduledChunk(one, one.tokens[-1:], int(one.next_logit_position > one.num_computed_tokens))
+                for one in ones[: self.token_budget]
+            ]
+            ones = []
+        num_tokens = len(chunks)
+        for sequence in (*ones, *several):
             left = self._left_after(num_tokens)
             if left == 0:
                 break
@@ -262,9 +271,6 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, left: int | None) -> ScheduledChunk:
         stretch, phase = sequence.num_waiting, GENERATED
-        if stretch == 1 and self.policy is None and self.prefixes is None:  # of hundreds that decode
-            first = int(sequence.next_logit_position > sequence.num_computed_tokens)
-            return ScheduledChunk(sequence, sequence.tokens[-1:], first)
         if (policy := self.policy) is not None:
             stretch, phase = sequence.stretch()
             if Phase.PROMPT in phase:
