@@ -24,9 +24,13 @@ def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_s
     return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
 
 
+ROUNDING = 1e-9
+"""Added to a share before it is rounded down: 33 / 1.1 is 29.999999999999996."""
+
+
 def rounded_down(share: float) -> int:
-    """Round a share down, but to the nearest integer within rounding errors (33 / 1.1 is 29.999999999999996)."""
-    return math.floor(share + 1e-9)
+    """Round a share down, but to the nearest integer within rounding errors."""
+    return math.floor(share + ROUNDING)
 
 
 @dataclass(frozen=True)

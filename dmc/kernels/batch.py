@@ -77,6 +77,7 @@ class ForwardBatch:
         """
         batch = cls(list(range(count)), [0] * count, [1] * count, device, is_known=rows is None)
         known = {"row_index": rows, "begin_index": positions}
+        known["tokens_seen"] = None if positions is None else positions + 1
         batch.__dict__.update({name: tensor for name, tensor in known.items() if tensor is not None})
         return batch
 

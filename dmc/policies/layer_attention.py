@@ -31,6 +31,8 @@ class Cache(Protocol):
     """Tensors by name: see `Field`."""
     slow: Any
     """Pool in the host's memory, if the policy asked for one."""
+    scratch_row: int | None
+    """Row that fills up recorded batches; None: nothing is recorded."""
 
     @property
     def block_tables(self) -> Tensor:

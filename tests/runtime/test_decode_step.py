@@ -18,6 +18,12 @@ from dmc.runtime.decode_steps import GpuRecorder, bucket_of, why_not_recorded
 METHODS: dict[str, Any] = {
     "full cache": None,
     "SnapKV": policies.SnapKV(budget=Budget(ratio=2)),
+    "LocalWindow": policies.LocalWindow(budget=Budget(tokens=12)),
+    "StreamingLLM": policies.StreamingLLM(budget=Budget(ratio=2)),
+    "H2O": policies.H2O(budget=Budget(ratio=2)),
+    "H2O, 12 entries": policies.H2O(budget=Budget(tokens=12)),
+    "TOVA": policies.TOVA(budget=Budget(ratio=2)),
+    "VATP": policies.VATP(budget=Budget(ratio=3)),
     "merge": {},
     "merge, exact": {"window_size": None},
     "merge, delay 4": {"delay": 4},
@@ -222,7 +228,8 @@ def test_what_cannot_be_recorded_is_told(make_stock: Any) -> None:
     layout = Engine(model).cache.layout.__class__(2, 2, 16, torch.float32, torch.device("cuda"))
     assert why_not_recorded(layout, None, model.config) is None
     half = Budget(ratio=2)
-    assert "H2O asks the host" in str(why_not_recorded(layout, policies.H2O(budget=half), model.config))
-    assert why_not_recorded(layout, policies.H2O(budget=half, evict_decoding=False), model.config) is None
+    for policy in (policies.RoCo, policies.CaM, policies.D2O, policies.Quest):
+        assert f"{policy.__name__} asks the host" in str(why_not_recorded(layout, policy(budget=half), model.config))
+    assert why_not_recorded(layout, policies.H2O(budget=half), model.config) is None
     model.config.rope_parameters = {"rope_type": "dynamic"}
     assert "by position" in str(why_not_recorded(layout, None, model.config))
