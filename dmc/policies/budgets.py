@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmc.budget import rounded_down
+from dmc.budget import ROUNDING, Budget, rounded_down
 
 Decay = Literal["linear", "geometric", "exponential"]
 
@@ -32,6 +32,14 @@ def effective_window(window: int, limit: int) -> int:
 def warn_once(message: str) -> None:
     """Warn with each message only once."""
     warnings.warn(message, stacklevel=2)
+
+
+def entries_allowed(budget: Budget, num_tokens: Tensor) -> Tensor:
+    """Compute `Budget.entries` where the numbers of tokens are, int64 [S]."""
+    if budget.tokens is not None:
+        return torch.full_like(num_tokens, budget.tokens)
+    assert budget.ratio is not None
+    return (num_tokens.double() / budget.ratio + ROUNDING).floor().long().clamp_min(1)
 
 
 def keep_top(scores: Tensor, count: int | Tensor) -> Tensor:

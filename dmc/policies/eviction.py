@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from dmc.budget import ROUNDING
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch, Phase, on_device
@@ -19,7 +18,7 @@ from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.base import CachePolicy, Entries, PromptState, Rewrite, SeenLayer, Sum
-from dmc.policies.budgets import keep_top, mean_held, within
+from dmc.policies.budgets import entries_allowed, keep_top, mean_held, within
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.merging import rewrite
 from dmc.policies.protection import Protection, Protector, split_positions
@@ -255,11 +254,10 @@ class Eviction(CacheAttention):
         """Attend from one generated token of each sequence, and evict at most one entry of each head."""
         policy, layer, rows = self.policy, self.cache.layer(layer_index), batch.row_index
         if layer_index == 0:
-            if batch.is_known:
-                self._longest = int(self.cache.lengths[:, rows].max()) + 1  # later layers have not appended yet
-            else:  # a recorded step cannot ask; after a prompt no head exceeds its budget
-                room = self.cache.block_tables.shape[-1] * self.cache.block_size
-                self._longest = min(policy.budget.entries(room) + 1, room)
+            room = self.cache.block_tables.shape[-1] * self.cache.block_size
+            # a recorded step cannot ask; after a prompt no head exceeds its budget, and later layers append as this one
+            longest = int(self.cache.lengths[:, rows].max()) if batch.is_known else policy.budget.entries(room)
+            self._longest = min(longest + 1, room)
             self._limits = self._limits_of(batch)
         wanted = {"return_scores": policy.needs_last_attention, "num_scores": self.whole_pages(self._longest)}
         attended = self.attend_once(layer_index, batch, query, scaling, **wanted)
@@ -279,19 +277,12 @@ class Eviction(CacheAttention):
 
     def _limits_of(self, batch: ForwardBatch) -> Tensor:
         """Return the number of entries that each head may hold after this generated token, [L, S]."""
-        rows, num_layers = batch.row_index, self.cache.layout.num_layers
-        if not self.policy.grows:
-            limits = self.cache.fields["limits"][:, rows].long()
-        elif (fixed := self.policy.budget.tokens) is not None:
-            limits = torch.full((num_layers, len(rows)), fixed, device=rows.device)
+        if self.policy.grows:
+            limits = entries_allowed(self.policy.budget, batch.tokens_seen).expand(self.cache.layout.num_layers, -1)
         else:
-            assert self.policy.budget.ratio is not None
-            share = batch.tokens_seen.double() / self.policy.budget.ratio + ROUNDING
-            limits = share.floor().long().clamp_min(1).expand(num_layers, -1)
-        if batch.is_known:
-            return limits
-        # what fills a recorded batch up has one row; its block stays where it is
-        return limits.masked_fill(rows == self.cache.scratch_row, torch.iinfo(torch.int64).max)
+            limits = self.cache.fields["limits"][:, batch.row_index].long()
+        is_filler: Any = batch.row_index == self.cache.scratch_row  # which keeps its block
+        return limits if batch.is_known else limits.masked_fill(is_filler, torch.iinfo(torch.int64).max)
 
     def _end_prompt(self, layer_index: int, batch: ForwardBatch, index: int, scaling: float) -> None:
         """Compress a layer whose prompt has ended, together with earlier ones if the policy weights layers."""

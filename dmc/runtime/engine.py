@@ -20,7 +20,7 @@ from dmc.runtime.input_processor import InputProcessor
 from dmc.runtime.model_view import fit_policy, layout_of, why_not_compiled
 from dmc.runtime.options import EngineOptions, SamplingParams
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.pool_size import Activations, pool_bytes
+from dmc.runtime.pool_size import TABLE_BYTES, Activations, Tables, pool_bytes
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
 from dmc.runtime.runner import Runner
@@ -46,7 +46,10 @@ def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_po
     activations = Activations.of(config, layout, largest_pass, num_logits, shows_attention=has_policy)
     block = layout.block_bytes(options.block_size)
     most = rows * blocks_of(layout, options.block_size, context) * block
-    limit = pool_bytes(options.memory, layout.device, most, activations)
+    gates = None if layout.policy_fields else layout.compression
+    ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
+    tables = Tables(table * most // (rows * block), table * ratio / block)
+    limit = pool_bytes(options.memory, layout.device, most, activations, tables)
     return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 
 

@@ -16,6 +16,9 @@ AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that "auto" gives to pages and activations; the rest covers the allocator's fragmentation
 and, on a CPU, other programs."""
 
+TABLE_BYTES = 4
+"""Of a block's number in a table."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,8 +79,26 @@ class Activations:
         return cls(largest, logits, *shares)
 
 
+@dataclass(frozen=True)
+class Tables:
+    """Block tables beside the pages, which hold a number for each block that a sequence can come to."""
+
+    largest: int = 0
+    """Bytes where all sequences have the model's full length."""
+    share: float = 0.0
+    """Bytes for each byte of pages, of which all could be one sequence's."""
+
+    def room(self, usable: int) -> int:
+        """Return the largest number of bytes for pages beside their tables."""
+        return max(usable - self.largest, int(usable / (1 + self.share)))
+
+
 def pool_bytes(
-    memory: int | float | str | None, device: torch.device, most: int, activations: Activations
+    memory: int | float | str | None,
+    device: torch.device,
+    most: int,
+    activations: Activations,
+    tables: Tables = Tables(),
 ) -> int | None:
     """Turn a `memory=` setting into bytes.
 
@@ -87,13 +108,14 @@ def pool_bytes(
         device: device of the pages, which already holds the weights.
         most: upper limit of "auto" in bytes.
         activations: memory that "auto" leaves for passes.
+        tables: memory that "auto" leaves for block tables.
     Returns:
         Bytes for pages; None: no limit.
     """
     if isinstance(memory, str):
         free, engines = free_bytes(device), int(memory.partition("/")[2] or 1)
         usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines
-        chosen = min(activations.room(usable), most)
+        chosen = min(tables.room(activations.room(usable)), most)
         logger.info(
             "memory=%s: %d bytes for the cache's pages, of %d that are free on %s", memory, chosen, free, device
         )

@@ -40,6 +40,20 @@ def test_auto_takes_most_of_what_is_free_and_no_more_than_can_be_used(free, capl
     assert pool_bytes("auto", torch.device("cuda"), most=10**9, activations=NONE) == 850_000
 
 
+@pytest.mark.parametrize("free_memory", [150_000, 1_500_000, 10**12])
+def test_automatic_memory_leaves_room_for_tables_of_full_width(
+    free_memory, make_compressed, make_recording, monkeypatch
+):
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: free_memory)
+    monkeypatch.setattr(Activations, "of", lambda *_, **__: NONE)
+    engine, _ = make_recording(make_compressed(max_position_embeddings=4096), memory="auto", max_batch_size=30)
+    cache, tables = engine.cache, engine.cache.block_tables
+    pages, usable = cache.allocator.num_blocks * cache.block_bytes, free_memory // 2
+    assert pages + tables.numel() * tables.element_size() <= usable + cache.block_bytes
+    if free_memory < 10**12:  # and no less than there is
+        assert pages + tables.numel() * tables.element_size() >= 0.9 * usable
+
+
 def test_free_memory_is_found_without_psutil_too(monkeypatch):
     known = free_bytes(CPU)
     monkeypatch.setitem(__import__("sys").modules, "psutil", None)
@@ -96,7 +110,7 @@ def test_no_pass_needs_more_than_auto_leaves(shape, make_stock, make_compressed,
     gates, policy, dtype, kernels = (options.pop(name, None) for name in ("gates", "policy", "dtype", "kernels"))
     model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
     given = []
-    monkeypatch.setattr(engine_module, "pool_bytes", lambda *arguments: given.append(arguments[-1]) or 6_000_000)
+    monkeypatch.setattr(engine_module, "pool_bytes", lambda *arguments: given.append(arguments[3]) or 6_000_000)
     engine = Engine(model.to(dtype or torch.float32), policy=policy, kernels=kernels or "auto", token_budget=256)
     tokens = [token % 83 for token in range(257)]
     engine.generate([tokens[:40]], SamplingParams(max_new_tokens=2))
