@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,6 +37,9 @@ class Tape(TorchDispatchMode):
         """Do all of it once more."""
         for function, arguments, keywords, out in self.calls:
             again = function(*arguments, **keywords)
+            for work in tree_leaves(again):
+                if isinstance(work, torch.ScriptObject):  # of a collective, which its caller has waited for
+                    Work.unbox(work).wait()
             if not function._schema.is_mutable:
                 for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor):

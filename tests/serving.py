@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from recording import Recorder
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard
@@ -62,5 +64,26 @@ def sample_with_noise(
     model.lm_head.register_forward_hook(disturb)
     generations = Engine(model).generate(prompts, params)
     found = [[generation.token_ids, generation.logprobs] for generation in generations]
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def replay_shard(
+    rank: int, folder: Path, prompts: list[list[int]], params: list[SamplingParams], noise: float, out: Path
+) -> None:
+    """Answer as `serve_shard` does, with logits that differ between ranks, in steps that are recorded and replayed."""
+    model, record = load_shard(folder), Recorder()
+    generator = torch.Generator().manual_seed(rank)
+
+    def disturb(module: torch.nn.Module, given: tuple, logits: torch.Tensor) -> torch.Tensor:
+        return logits + noise * torch.randn(logits.shape, generator=generator)
+
+    model.lm_head.register_forward_hook(disturb)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmc.runtime.engine.GpuRecorder", lambda device: record)
+        patch.setattr("dmc.runtime.engine.why_not_recorded", lambda *_: None)
+        engine = record.engine = Engine(model, max_batch_size=4, kernels="reference", cuda_graphs=True)
+        found = report(engine, engine.generate(prompts, params))
+    found["num_replayed"] = record.num_replayed
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -90,8 +90,8 @@ class Engine:
         compile: whether the decoder layers are compiled by torch.compile, around their attention, in passes that only
             decode; the first such passes, with one sequence and with several, take the seconds of it.
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
-            and replayed, the choice of tokens included; "auto": where they can be, not under policies that act while
-            generating. A model that waits for the device goes on without them, with a warning.
+            and replayed, the choice of tokens included; "auto": where they can be, not under policies that ask
+            the host while generating. A model that waits for the device goes on without them, with a warning.
         kv_cache_dtype: what keys and values of slots are stored in: "auto", the model's dtype, or "int8", 8 bits and a
             float32 factor for each key and each value, rounded when they are written. Raw tokens and sums that gates
             keep beside the slots stay as they are.

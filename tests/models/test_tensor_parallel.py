@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from launching import Processes
-from serving import report, sample_with_noise, serve_one_by_one, serve_shard
+from serving import replay_shard, report, sample_with_noise, serve_one_by_one, serve_shard
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, shard_model
@@ -126,3 +126,22 @@ def test_heads_that_cannot_be_divided_are_refused(make_stock):
 def test_loading_a_shard_alone_says_how_to_start(tmp_path):
     with pytest.raises(RuntimeError, match="start them with torchrun"):
         load_shard(tmp_path)
+
+
+@pytest.mark.parametrize(("gates", "noise"), [({"delay": 4}, 0.0), ({}, 0.05)], ids=["delay 4", "ranks that differ"])
+def test_two_ranks_replay_recorded_steps_with_the_tokens_of_one(gates, noise, make_compressed, tmp_path):
+    model = make_compressed(gates=gates)
+    model.save_pretrained(tmp_path / "model")
+    engine = Engine(model, kernels="reference", max_batch_size=4)
+    alone = report(engine, engine.generate(PROMPTS, PARAMS))
+    arguments = (tmp_path / "model", PROMPTS, PARAMS, noise, tmp_path / "out")
+    with Processes(replay_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    first, second = answers(tmp_path / "out")
+    assert first == second
+    assert first.pop("num_replayed") > 20 and first["blocks"] == 0
+    if not noise:
+        torch.testing.assert_close(first.pop("logprobs"), alone.pop("logprobs"), rtol=0, atol=1e-4)
+        assert {name: first[name] for name in ("tokens", "slots", "ratios")} == {
+            name: alone[name] for name in ("tokens", "slots", "ratios")
+        }
