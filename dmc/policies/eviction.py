@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from dmc.compression import rotate
 from dmc.kernels.base import NewTokens, VisibleKeys
-from dmc.kernels.batch import ForwardBatch, Phase, on_device
+from dmc.kernels.batch import ForwardBatch, Phase
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
