@@ -64,8 +64,7 @@ class EvictionPolicy(Protection, CachePolicy):
     @property
     @override
     def decodes_on_device(self) -> bool:
-        """See `CachePolicy`: unless it rewrites a number of entries that depends on the scores."""
-        return not (self.evicts_decoding and self.merges)
+        return True
 
     @property
     def serves_compressed(self) -> bool:

@@ -34,11 +34,6 @@ class RoCo(EvictionPolicy):
     sums: ClassVar[tuple[Sum, ...]] = ("mass", "squares")
     needs_last_attention: ClassVar[bool] = True
 
-    @property
-    def decodes_on_device(self) -> bool:
-        """See `CachePolicy`: a selection of as many entries as the largest budget says, which the host reads."""
-        return False
-
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
         """Mean attention; +inf for the safe ones; see `EvictionPolicy.scores`."""
         mean = entries.sums["mass"] / entries.num_queries

@@ -23,6 +23,9 @@ METHODS: dict[str, Any] = {
     "H2O": policies.H2O(budget=Budget(ratio=2)),
     "H2O, 12 entries": policies.H2O(budget=Budget(tokens=12)),
     "TOVA": policies.TOVA(budget=Budget(ratio=2)),
+    "RoCo": policies.RoCo(budget=Budget(ratio=2)),
+    "CaM": policies.CaM(budget=Budget(ratio=2)),
+    "D2O": policies.D2O(budget=Budget(ratio=2)),
     "VATP": policies.VATP(budget=Budget(ratio=3)),
     "merge": {},
     "merge, exact": {"window_size": None},
@@ -228,7 +231,7 @@ def test_what_cannot_be_recorded_is_told(make_stock: Any) -> None:
     layout = Engine(model).cache.layout.__class__(2, 2, 16, torch.float32, torch.device("cuda"))
     assert why_not_recorded(layout, None, model.config) is None
     half = Budget(ratio=2)
-    for policy in (policies.RoCo, policies.CaM, policies.D2O, policies.Quest):
+    for policy in (policies.Quest, policies.OmniKV):
         assert f"{policy.__name__} asks the host" in str(why_not_recorded(layout, policy(budget=half), model.config))
     assert why_not_recorded(layout, policies.H2O(budget=half), model.config) is None
     model.config.rope_parameters = {"rope_type": "dynamic"}
