@@ -163,7 +163,7 @@ def test_a_request_draws_as_one_by_one_and_a_greedy_one_nothing():
     )
     for _ in range(70):
         assert greedy.uniform() == 0
-        assert sampled.uniform() == sampled.uniform == next_uniform(sampled.params, generators[2])
+        assert sampled.uniform() == sampled.uniform() == next_uniform(sampled.params, generators[2])
         sampled.accept(1, 0.0, {})
     assert torch.equal(generators[0].get_state(), torch.Generator().manual_seed(1).get_state())
 
