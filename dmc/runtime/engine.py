@@ -17,7 +17,7 @@ from dmc.runtime.decode_steps import GpuRecorder, why_not_recorded
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.input_processor import InputProcessor
-from dmc.runtime.model_view import fit_policy, layout_of, why_not_compiled
+from dmc.runtime.model_view import fit_policy, is_compiled, layout_of
 from dmc.runtime.options import EngineOptions, SamplingParams
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.pool_size import TABLE_BYTES, Activations, Tables, pool_bytes
@@ -88,7 +88,8 @@ class Engine:
         prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
             a policy they are computed again: what stays then depends on where a prompt ends.
         compile: whether the decoder layers are compiled by torch.compile, around their attention, in passes that only
-            decode; the first such passes, with one sequence and with several, take the seconds of it.
+            decode; the first such passes, with one sequence and with several, take the seconds of it. "auto": on a
+            GPU, where they can be.
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
             and replayed, the choice of tokens included; "auto": where they can be, not under policies that ask
             the host while generating. A model that waits for the device goes on without them, with a warning.
@@ -113,7 +114,7 @@ class Engine:
         token_budget: int | None = 2048,
         prefix_cache: bool = False,
         cuda_graphs: bool | str = False,
-        compile: bool = False,
+        compile: bool | str = False,
         kv_cache_dtype: str = "auto",
     ) -> None:
         if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
@@ -131,8 +132,6 @@ class Engine:
             if cuda_graphs != "auto":
                 raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
             cuda_graphs = False
-        if compile and (reason := why_not_compiled(model, layout)) is not None:
-            raise ValueError(f"compile=True: {reason}; use compile=False")
         num_blocks = _num_blocks(options, model.config, layout, has_policy=policy is not None)
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
@@ -141,7 +140,7 @@ class Engine:
         self.policy = policy
         """What compresses beside the model's own gates; None: nothing."""
         record = GpuRecorder(layout.device) if cuda_graphs else None
-        self._runner = Runner(model, self.cache, kernels, policy, record, compiles=compile)
+        self._runner = Runner(model, self.cache, kernels, policy, record, compiles=is_compiled(model, layout, compile))
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)
         self._core = EngineCore(self._scheduler, self._runner, tokenizer)

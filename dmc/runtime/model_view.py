@@ -131,6 +131,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def is_compiled(model: nn.Module, layout: CacheLayout, wish: bool | str) -> bool:
+    """Return whether decoder layers shall be compiled; see `Engine`.
+
+    Raises:
+        ValueError: they shall be and cannot.
+    """
+    if wish == "auto":
+        return layout.device.type == "cuda" and why_not_compiled(model, layout) is None
+    if wish and (reason := why_not_compiled(model, layout)) is not None:
+        raise ValueError(f"compile=True: {reason}; use compile=False")
+    return bool(wish)
+
+
 def why_not_compiled(model: nn.Module, layout: Any) -> str | None:
     """Say why a model's decoder layers cannot be compiled here, or None."""
     if not decoder_layers(model):

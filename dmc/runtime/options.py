@@ -96,5 +96,5 @@ class EngineOptions:
     token_budget: Count | None = 2048
     prefix_cache: StrictBool = False
     cuda_graphs: StrictBool | Literal["auto"] = False
-    compile: StrictBool = False
+    compile: StrictBool | Literal["auto"] = False
     kv_cache_dtype: Literal["auto", "int8"] = "auto"

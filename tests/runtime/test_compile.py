@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.runtime.model_view import why_not_compiled
+from dmc.runtime.model_view import is_compiled, why_not_compiled
 
 METHODS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "full cache": (None, None),
@@ -110,7 +111,7 @@ def test_compiled_layers_give_the_eager_tokens_and_are_compiled_once(
 
 def test_what_cannot_be_compiled_is_told(make_stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_stock()
-    with pytest.raises(ValueError, match="compile=1: expected a valid boolean"):
+    with pytest.raises(ValueError, match="compile=1: expected"):
         Engine(model, compile=1)  # type: ignore[arg-type]
     monkeypatch.setattr("dmc.runtime.model_view.decoder_layers", lambda model: [])
     with pytest.raises(ValueError, match=r"compile=True: LlamaForCausalLM has no decoder layers .* use compile=False"):
@@ -119,3 +120,12 @@ def test_what_cannot_be_compiled_is_told(make_stock: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     with pytest.raises(ValueError, match=r"compile=True: torch.compile needs a C\+\+ compiler .*; use compile=False"):
         Engine(model, compile=True)
+
+
+def test_auto_compiles_on_a_gpu_alone(make_stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_stock()
+    on_cpu = Engine(model, compile="auto").cache.layout
+    on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"))
+    assert [is_compiled(model, layout, "auto") for layout in (on_cpu, on_gpu)] == [False, True]
+    monkeypatch.setattr("dmc.runtime.model_view.decoder_layers", lambda model: [])
+    assert not is_compiled(model, on_gpu, "auto")
