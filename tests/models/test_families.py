@@ -169,3 +169,45 @@ def test_weights_of_experts_are_read_as_transformers_does(family, tmp_path):
         if weight.dim() == 3:
             assert torch.equal(stored[name][1:3, 5:40, 2:9], weight[1:3, 5:40, 2:9])
     assert_close(logits_of(load_model(tmp_path), torch.tensor(texts(9))), logits_of(stock, torch.tensor(texts(9))))
+
+
+CONVENTIONS = {
+    "qwen3_moe": "experts, each head normalized",
+    "olmo2": "all heads normalized together",
+    "glm4_moe": "some channels turn, by halves",
+    "glm": "some channels turn, neighbors",
+    "ernie4_5": "neighbors turn",
+    "cohere": "neighbors turn, tables in turn",
+    "smollm3": "a layer that does not turn",
+    "hunyuan_v1_dense": "a norm behind RoPE",
+    "bitnet": "a norm before the output",
+    "phi3": "one projection",
+    "granite": "factors",
+    "ministral3": "queries that grow with their positions",
+}
+
+
+@pytest.mark.parametrize("family", CONVENTIONS, ids=CONVENTIONS.get)
+def test_a_family_of_each_convention_is_served_under_load(family):
+    """Little memory: sequences are preempted, forked, and share what they begin with."""
+    model, prompts = compressed_of(family, delay=3), [texts(40)[0] + rest for rest in texts(5, 9, 14)]
+    params = [SamplingParams(max_new_tokens=14, seed=number, n=2, ignore_eos=True) for number in range(3)]
+    alone = [Engine(model).generate([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    engine = Engine(model, max_batch_size=4, memory=memory_for(model, 80), prefill_chunk_size=16)
+    together = engine.generate(prompts, params)
+    assert [tokens_of(each) for each in together] == [tokens_of(each) for each in alone]
+    assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("policy", [H2O, SnapKV, KVzip], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("family", CONVENTIONS, ids=CONVENTIONS.get)
+def test_a_family_of_each_convention_serves_policies(family, policy):
+    """A budget beyond the text changes nothing, half of it is kept, together as alone."""
+    stock, prompts = stock_of(family), texts(48, 33)
+    expected = Engine(stock).generate(prompts, GREEDY)
+    wide = Engine(stock, policy=policy(budget=Budget(tokens=200))).generate(prompts, GREEDY)
+    assert [each.token_ids for each in wide] == [each.token_ids for each in expected]
+    engine = Engine(stock, policy=policy(budget=Budget(ratio=2.0)))
+    together = engine.generate(prompts, GREEDY)
+    assert [each.token_ids for each in together] == [engine.generate([p], GREEDY)[0].token_ids for p in prompts]
+    assert all(1.5 < each.stats.achieved_ratio < 2.6 for each in together)
