@@ -16,13 +16,20 @@ def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
     heads share, stay. A model whose heads are equal within each group does not change. The cache shrinks by old / new.
 
     Args:
-        model: stock Llama, Mistral, Qwen2 or Qwen3 `*ForCausalLM`, on any device, meta included.
+        model: stock causal LM of a family in the table, on any device, meta included.
         num_key_value_heads: KV heads of each layer afterwards.
     Returns:
         The model, its configuration changed.
     Raises:
-        ValueError: the heads cannot be divided into so many groups, or the model has gates.
+        ValueError: the heads cannot be divided into so many groups, share weights, or have gates.
     """
+    attention = model.model.layers[0].self_attn
+    for name, weight in attention.named_parameters():
+        if name.startswith("qkv_proj") or (name.startswith("k_norm") and weight.numel() != attention.head_dim):
+            raise ValueError(
+                f"layer 0 of this {model.config.model_type} model has self_attn.{name} for all KV heads together: "
+                "heads cannot be merged"
+            )
     merge_heads_of_config(model.config, num_key_value_heads)
     for layer in model.model.layers:
         attention = layer.self_attn

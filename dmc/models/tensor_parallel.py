@@ -21,8 +21,10 @@ from dmc.models.build import fill_buffers
 from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
 
-OUTPUT, INPUT = 0, 1
-"""Dimension of a weight that is cut: `colwise` cuts the outputs, `rowwise` the inputs."""
+OUTPUT, INPUT, PACKED, OF_EXPERTS = 0, 1, "packed", 2
+"""How a weight is cut: `colwise` cuts the outputs, `rowwise` the inputs. Of all experts' weights, [experts, out, in],
+`packed_colwise` cuts the outputs of both halves, gate and up, `rowwise` the inputs."""
+Cut = int | str
 
 
 def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
@@ -61,20 +63,27 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
     return model.eval()
 
 
-def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
+def shard_model(model: Any, ranks: Ranks) -> dict[str, Cut]:
     """Cut a causal LM down to this rank's share, in place, and let its outputs be summed over the ranks.
 
     Args:
         model: a stock or compressed causal LM, on any device, meta included.
         ranks: the processes that share the model, and this one's rank.
     Returns:
-        Name of every cut parameter -> dimension that was cut.
+        Name of every cut parameter -> how it was cut.
     Raises:
         ValueError: heads or MLP cannot be divided evenly among the ranks.
     """
     config = model.config
     check_divides(config, ranks.size)
-    cuts = {}
+    check_norms(model)
+    cuts: dict[str, Cut] = {}
+    for name, weight in [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]:
+        experts, _, key = name.rpartition(".")
+        cuts[name] = PACKED if key == "gate_up_proj" else OF_EXPERTS
+        setattr(model.get_submodule(experts), key, nn.Parameter(_cut(weight, cuts[name], ranks), requires_grad=False))
+    for name in {name.rpartition(".")[0] for name in cuts}:
+        model.get_submodule(name).register_forward_hook(_sum_output)
     for pattern, style in config.base_model_tp_plan.items():
         if style not in ("colwise", "rowwise"):
             continue
@@ -93,6 +102,33 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, int]:
     return cuts
 
 
+def _cut(weight: Tensor, how: Cut, ranks: Ranks) -> Tensor:
+    """Return this rank's part of a weight."""
+    if how == PACKED:
+        return torch.cat([ranks.chunk(half, 1) for half in weight.detach().chunk(2, 1)], 1)
+    return ranks.chunk(weight.detach(), int(how)).clone()
+
+
+def _sum_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    dist.all_reduce(output)
+    return output
+
+
+def check_norms(model: Any) -> None:
+    """Refuse a model whose attention has norms over all heads: each rank would need the others'.
+
+    Raises:
+        ValueError: it does.
+    """
+    attention = model.model.layers[0].self_attn
+    for name, weight in attention.named_parameters():
+        if "norm" in name and weight.numel() != attention.head_dim:
+            raise ValueError(
+                f"layer 0 of this {model.config.model_type} model has a norm over all heads (self_attn.{name}), "
+                "which cannot be divided among ranks: use one tensor parallel rank"
+            )
+
+
 def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
     """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly.
 
@@ -101,7 +137,15 @@ def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
         num_ranks: tensor parallel ranks, which divide heads and neurons.
         context_size: context parallel ranks, which divide the heads of each of those further.
     """
+    style = (config.base_model_tp_plan or {}).get("layers.*.self_attn.q_proj")
+    if num_ranks > 1 and style != "colwise":
+        raise ValueError(
+            f"the heads of this {config.model_type} model cannot be divided among {num_ranks} tensor parallel ranks: "
+            f"transformers' plan for it leaves self_attn whole; use one tensor parallel rank"
+        )
     among = {"num_key_value_heads": context_size, "num_attention_heads": context_size, "intermediate_size": 1}
+    if getattr(config, "moe_intermediate_size", None):
+        among["moe_intermediate_size"] = 1
     for what, further in among.items():
         if (count := getattr(config, what)) % (num_ranks * further):
             ranks = f"{num_ranks} * {further}" if further > 1 else num_ranks
@@ -124,14 +168,16 @@ class SummedLinear(nn.Module):
 
 
 def _read_slices(
-    folder: Path, cuts: dict[str, int], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
+    folder: Path, cuts: dict[str, Cut], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read every parameter of a folder; of sharded ones this rank's slice only."""
     stored = {}
     for name, weight in open_weights(folder).items():
         part = [slice(None) for _ in weight.get_shape()]
-        if name in cuts:
-            share = weight.get_shape()[cuts[name]] // ranks.size
-            part[cuts[name]] = slice(ranks.rank * share, (ranks.rank + 1) * share)
-        stored[name] = weight[tuple(part)].to(device, dtype)
+        how = cuts.get(name)
+        if isinstance(how, int):
+            share = weight.get_shape()[how] // ranks.size
+            part[how] = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        found = weight[tuple(part)]
+        stored[name] = (_cut(found, how, ranks) if how == PACKED else found).to(device, dtype)
     return stored

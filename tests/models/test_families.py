@@ -10,10 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import Engine, SamplingParams, load_model, retrofit
+from dmc.budget import Budget
 from dmc.compression import CompressionConfig, GateMode
 from dmc.models import FAMILIES, next_tokens, with_token_losses
 from dmc.models.token_losses import IGNORED
 from dmc.models.weights import check_weights, open_weights
+from dmc.policies import H2O, KVzip, SnapKV
 
 TOLERANCE = 1e-5  # of float32 logits, relative to their largest
 SIZES = {
@@ -169,3 +171,53 @@ def test_weights_of_experts_are_read_as_transformers_does(family, tmp_path):
         if weight.dim() == 3:
             assert torch.equal(stored[name][1:3, 5:40, 2:9], weight[1:3, 5:40, 2:9])
     assert_close(logits_of(load_model(tmp_path), torch.tensor(texts(9))), logits_of(stock, torch.tensor(texts(9))))
+
+
+def each_of(generation):
+    return [sample.token_ids for sample in (generation, *generation.alternatives)]
+
+
+CONVENTIONS = {
+    "qwen3_moe": "experts, each head normalized",
+    "olmo2": "all heads normalized together",
+    "glm4_moe": "some channels turn, by halves",
+    "glm": "some channels turn, neighbors",
+    "ernie4_5": "neighbors turn",
+    "cohere": "neighbors turn, tables in turn",
+    "smollm3": "a layer that does not turn",
+    "hunyuan_v1_dense": "a norm behind RoPE",
+    "bitnet": "a norm before the output",
+    "phi3": "one projection",
+    "granite": "factors",
+    "ministral3": "queries that grow with their positions",
+}
+
+
+@pytest.mark.parametrize("family", CONVENTIONS, ids=CONVENTIONS.get)
+def test_a_family_of_each_convention_is_served_under_load(family):
+    """Little memory: sequences are preempted, forked, and share what they begin with."""
+    model, prompts = compressed_of(family, delay=3), [texts(40)[0] + rest for rest in texts(5, 9, 14)]
+    params = [SamplingParams(max_new_tokens=24, seed=number, n=2, ignore_eos=True) for number in range(3)]
+    alone = [Engine(model).generate([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    room = 2 * 2 * 5 * Engine(model).cache.block_bytes  # two layers of two heads, the longest text uncompressed
+    engine = Engine(model, memory=room, prefill_chunk_size=16)
+    together = engine.generate(prompts, params)
+    assert [each_of(generation) for generation in together] == [each_of(generation) for generation in alone]
+    assert any(
+        sample.stats.num_preemptions for generation in together for sample in (generation, *generation.alternatives)
+    )
+
+
+@pytest.mark.parametrize("policy", [H2O, SnapKV, KVzip], ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("family", CONVENTIONS, ids=CONVENTIONS.get)
+def test_a_family_of_each_convention_serves_policies(family, policy):
+    """A budget beyond the text changes nothing, half of it is kept, together as alone."""
+    stock, prompts = stock_of(family), texts(48, 33)
+    expected = Engine(stock).generate(prompts, GREEDY)
+    wide = Engine(stock, policy=policy(budget=Budget(tokens=200))).generate(prompts, GREEDY)
+    assert [each_of(generation) for generation in wide] == [each_of(generation) for generation in expected]
+    engine = Engine(stock, policy=policy(budget=Budget(ratio=2.0)))
+    together = engine.generate(prompts, GREEDY)
+    alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [each_of(generation) for generation in together] == [each_of(generation) for generation in alone]
+    assert all(1.5 < generation.stats.achieved_ratio < 2.6 for generation in together)

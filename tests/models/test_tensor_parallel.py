@@ -12,6 +12,7 @@ from dmc.models.tensor_parallel import load_shard, shard_model
 from dmc.ranks import Ranks
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 5, [11, 12, 13], [70, 3, 70, 3, 70, 3, 5] * 3]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 PARAMS = [
     SamplingParams(max_new_tokens=40, temperature=0.0),
     SamplingParams(max_new_tokens=30, temperature=0.8, seed=3),
@@ -31,8 +32,14 @@ def answers(out):
         ("qwen3", {}, {"action": "drop", "delay": 3}),
         ("mistral", {}, None),
         ("llama", {}, {"decisions": "per_layer", "gate_input": "both", "delay": 2}),
+        ("qwen3_moe", EXPERTS, {"delay": 2}),
+        ("qwen3_moe", EXPERTS, None),
+        ("glm4", {"pad_token_id": 2}, {}),
     ],
-    ids=["llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral", "llama per layer, adapted"],
+    ids=[
+        *("llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral", "llama per layer, adapted"),
+        *("qwen3_moe", "stock qwen3_moe", "glm4, which turns some channels, neighbors"),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_one(family, changes, gates, make_stock, make_compressed, tmp_path):
     model = make_stock(family, **changes) if gates is None else make_compressed(family, gates=gates, **changes)
@@ -121,6 +128,20 @@ def test_every_rank_works_on_a_gpu_of_its_own(local_rank, num_devices, expected,
 def test_heads_that_cannot_be_divided_are_refused(make_stock):
     with pytest.raises(ValueError, match="num_key_value_heads=2 cannot be divided among 3 ranks evenly"):
         shard_model(make_stock(), Ranks(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("phi3", "heads of this phi3 model cannot be divided among 2 .*leaves self_attn whole"),
+        ("olmo2", "heads of this olmo2 model cannot be divided among 2 .*leaves self_attn whole"),
+        ("cohere", "layer 0 of this cohere model has a norm over all heads .self_attn.q_norm.weight"),
+    ],
+)
+def test_heads_that_belong_together_are_refused(family, message, make_stock):
+    stock = make_stock(family, hidden_size=64, pad_token_id=2, **({"use_qk_norm": True} if family == "cohere" else {}))
+    with pytest.raises(ValueError, match=message):
+        shard_model(stock, Ranks(0, 2))
 
 
 def test_loading_a_shard_alone_says_how_to_start(tmp_path):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
@@ -21,6 +24,7 @@ from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
 
+FAKE_EXPERTS = "dmc_fake"
 NUM_CHUNKS = 3
 """Parts of the vocabulary whose loss is computed: the third one finds what two before it have left."""
 
@@ -42,11 +46,12 @@ class FakeStep:
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
         if config.gates is not None:
             model = retrofit(model, config.gates)
+        model = _without_data(model)
         self.module = RetrofitModule(model.train(), config, plan, strategy)
         self.module.model.lm_head.most_chunks = NUM_CHUNKS
         strategy.connect(self.module)
         if config.distillation is not None:
-            teacher = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+            teacher = _without_data(AutoModelForCausalLM.from_config(shape, dtype=dtype))
             self.module.teacher = Teacher(teacher, "", config.distillation.temperature)
         if torch.Size(strategy.mesh_shape).numel() > 1:
             # Meshes of several dimensions are cut by reading them.
@@ -80,6 +85,36 @@ class FakeStep:
         optimization = self.module.optimization
         figures = optimization.average_and_decide(self.module, self.module.plan.total_steps - 1)
         optimization.clip_or_skip(self.module, self.optimizer, figures)
+
+
+def _without_data(model: PreTrainedModel) -> PreTrainedModel:
+    """Let experts of a model, if it has any, multiply in a way that works without data in every dtype."""
+    if getattr(model.config, "num_experts_per_tok", None) is not None:
+        model.set_experts_implementation(FAKE_EXPERTS)
+    return model
+
+
+def _multiply_in_groups(experts: Any, states: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Make the tensors that transformers' grouped experts make: its product for bfloat16 alone has no fake of others.
+
+    Args:
+        experts: a layer's experts.
+        states: tokens, [N, hidden].
+        chosen: experts of each token, [N, k].
+        scores: their weights, [N, k].
+    Returns:
+        [N, hidden].
+    """
+    numbers, order = chosen.flatten().sort()
+    ends = numbers.float().histc(experts.num_experts, 0, experts.num_experts - 1).cumsum(0, dtype=torch.int32)
+    product = torch.ops.transformers.grouped_mm_fallback
+    of_experts = states[order // chosen.shape[-1]].to(experts.gate_up_proj.dtype)
+    inner = experts._apply_gate(product(of_experts, experts.gate_up_proj.transpose(-2, -1), ends))
+    weighted = product(inner, experts.down_proj.transpose(-2, -1), ends) * scores.flatten()[order, None]
+    return weighted[order.argsort()].view(*chosen.shape, -1).sum(1).to(states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(FAKE_EXPERTS, _multiply_in_groups)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -34,7 +35,7 @@ from typing_extensions import override
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
-from dmc.models.tensor_parallel import check_divides
+from dmc.models.tensor_parallel import check_divides, check_norms
 from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
@@ -158,14 +159,22 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         fill_buffers(model, self.root_device)
         stored = open_weights(folder)
         state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
-        merged = {name for name, value in state.items() if [*value.shape] != stored[name].get_shape()}
-        parts = {name: value for name, value in state.items() if name not in merged}
         reader = distributed_checkpoint.HuggingFaceStorageReader(str(folder))
+        in_files = reader.read_metadata().state_dict_metadata
+        parts = {
+            name: value
+            for name, value in state.items()
+            if name in in_files and [*value.shape] == stored[name].get_shape()
+        }
         distributed_checkpoint.load(parts, storage_reader=reader)
-        for name in sorted(merged):
-            parameter, head_dim = model.get_parameter(name), model.model.layers[0].self_attn.head_dim
-            weight = stored[name][:].to(self.root_device, parameter.dtype)
-            _set_full(parameter, merge_rows(weight, parameter.shape[0], head_dim))
+        for name in sorted(set(state) - set(parts)):  # KV heads to merge, experts that files hold apart
+            holder, _, key = name.rpartition(".")
+            value, head_dim = getattr(model.get_submodule(holder), key), model.model.layers[0].self_attn.head_dim
+            weight = merge_rows(stored[name][:].to(self.root_device, value.dtype), value.shape[0], head_dim)
+            if isinstance(value, nn.Parameter):
+                _set_full(value, weight)
+            else:
+                value.copy_(weight)
         for name, part in model.named_modules():
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()
@@ -207,6 +216,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model.
 
     Between attention and MLP, in norms and residuals, each rank has its part of the tokens (sequence parallelism).
+    Experts stay whole.
     """
     tokens, replicated = Shard(TIME), Replicate()
     styles: dict[str, ParallelStyle] = {
@@ -216,19 +226,25 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     }
     norm = SequenceParallel(sequence_dim=TIME, use_local_output=True)
     of_layer: dict[str, ParallelStyle] = {
-        "input_layernorm": norm,
-        "post_attention_layernorm": norm,
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts={"hidden_states": replicated}
         ),
         "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=replicated),
     }
+    whole = PrepareModuleInputOutput(  # experts, which FSDP2 shards: each rank computes those of all tokens
+        input_layouts=tokens, desired_input_layouts=replicated, use_local_input=True, output_layouts=replicated,
+        desired_output_layouts=tokens,
+    )  # fmt: skip
     is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    for pattern, name in model.config.base_model_tp_plan.items():
-        if name in styles:
+    check_norms(model)
+    plan = model.config.base_model_tp_plan
+    for pattern, name in plan.items():
+        if name in styles and "expert" not in pattern:
             parallelize_module(model.model, mesh, {pattern: styles[name]})
     for layer in model.model.layers:
-        parallelize_module(layer, mesh, of_layer)
+        norms = {name: norm for name, _ in layer.named_children() if name.endswith("norm")}
+        is_cut = hasattr(layer.mlp, "down_proj") and isinstance(layer.mlp.down_proj.weight, DTensor)
+        parallelize_module(layer, mesh, of_layer | norms | ({} if is_cut else {"mlp": whole}))
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained[name])  # the norms' are new ones under SequenceParallel
     ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())

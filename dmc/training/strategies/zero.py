@@ -85,10 +85,13 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
                 if weight in stored:
                     value = stored[weight][:].to(self.root_device, parameter.dtype)
                     setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
+            for key, buffer in list(part.named_buffers(recurse=False)):
+                if f"{name}.{key}" in stored:
+                    setattr(part, key, stored[f"{name}.{key}"][:].to(self.root_device, buffer.dtype))
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.to_empty(device=self.root_device)
                 part.reset_parameters()
-            if next(part.parameters(recurse=False), None) is not None and not part.weight.is_meta:
+            if (first := next(part.parameters(recurse=False), None)) is not None and not first.is_meta:
                 Init(module=part, config_dict_or_path=self.config)
         model.tie_weights()
         fill_buffers(model, self.root_device)
