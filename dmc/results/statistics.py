@@ -6,6 +6,7 @@
 * "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
   margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of answers 3 in n may
   differ though none of n contexts does: no bound is nearer than that, so that "as good" needs 3 / margin contexts.
+  The margin that samples carry is the distance of a bound from the mean.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
   pages may leave a baseline a little more, and the table says so). The budget `bytes:NAME` measures methods in as many;
   without such a measurement a method has no figure.
@@ -17,6 +18,7 @@ models beside training-free methods in their bytes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,8 +37,8 @@ PAIRED = ["task", "metric", "task_key", "samples_key"]
 """Columns in which measurements agree that are paired sample by sample."""
 OF_FULL = ["key", "model", "named", "variant", "policy", "seed", "value", "samples", "bytes_per_token"]
 """Columns of the full cache that a measurement is compared with."""
-BESIDE = ["variant", "task", "metric", "baseline", "baseline_lost", "baseline_bytes", "gap", "gap_error", "gap_lower"]
-BESIDE += ["gap_upper", "seeds", "seeds_ahead"]
+BESIDE = ["variant", "task", "metric", "baseline", "baseline_value", "baseline_error", "baseline_lost"]
+BESIDE += ["baseline_bytes", "gap", "gap_error", "gap_lower", "gap_upper", "seeds", "seeds_ahead"]
 Standing = Literal["as good", "worse", "unknown", ""]
 Seeds = Sequence[Sequence[float]] | numpy.ndarray
 """Values of samples by seed; all seeds have the same samples."""
@@ -70,7 +72,7 @@ class Estimate:
 
     @property
     def reach(self) -> float:
-        """Distance between the value and its bounds.
+        """Distance between the value and its bounds: the margin that the samples carry; infinite: none.
 
         Each variance is stretched by its own quantile: one of their sum is too small where two seeds happen to be
         alike.
@@ -105,9 +107,23 @@ class Estimate:
         return "worse" if self.lower > 0 else "unknown"
 
     def contexts_needed(self, margin: float) -> int | None:
-        """Return the contexts needed for "as good" if no context shows a loss and there are too few."""
-        too_few = self.value <= 0 and self.floor > margin and self.standing(margin) == "unknown"
-        return math.ceil(3 / margin) if too_few else None
+        """Return the contexts that would carry a margin at this spread.
+
+        None: the spread is unknown, or that of the seeds alone is too large.
+        """
+        if math.isinf(self.reach) or replace(self, variance=0.0, floor=0.0).reach >= margin:
+            return None
+
+        def is_enough(contexts: int) -> bool:
+            more = contexts / self.num_contexts
+            degrees = max(1.0, (self.degrees + 1) * more - 1)
+            scaled = replace(self, variance=self.variance / more, degrees=degrees, floor=self.floor / more)
+            return scaled.reach <= margin
+
+        most = 2
+        while not is_enough(most):
+            most *= 2
+        return bisect_left(range(most), True, lo=2, key=is_enough)
 
 
 def _quantile(degrees: float) -> float:
@@ -187,12 +203,12 @@ def summarize(
         tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`,
         `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
-        `lost_lower`, `lost_upper`, `margin`, `standing`, `contexts_needed` (where too few agree), `seeds`,
-        `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`, `achieved_ratio`, `bytes_per_token`, `share` (of
-        the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`, `contexts`, `keys`.
+        `lost_lower`, `lost_upper`, `margin`, `standing`, `carried` (the margin that the samples carry),
+        `contexts_needed` (to carry `margin`), `seeds`, `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`,
+        `achieved_ratio`, `bytes_per_token`, `share` (of the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`,
+        `contexts`, `keys`.
     """
     measured, lines = _beside_full(frame, reference, metrics), []
-    measured["shown"] = measured["benchmark"].fillna(measured["task"])
     by = ["shown", "variant", "policy", "learned", "budget", *(["metric"] if metrics is not None else [])]
     for _, group in measured.groupby(by, dropna=False, sort=False):
         for _, same in group.groupby("task_key", sort=False):
@@ -230,7 +246,8 @@ def _beside_full(frame: pandas.DataFrame, reference: str | None, metrics: Sequen
     both = both[same_seed | ~same_seed.groupby(both["index"]).transform("any")]
     both = both[both.groupby("index")["model_of_full"].transform("nunique") == 1]
     both = both.drop_duplicates("index", keep="last").set_index("index")
-    return newest.join(both[[f"{name}_of_full" for name in OF_FULL]])
+    shown = newest["benchmark"].fillna(newest["task"])
+    return newest.assign(shown=shown).join(both[[f"{name}_of_full" for name in OF_FULL]])
 
 
 def _line(group: pandas.DataFrame) -> dict[str, Any]:
@@ -262,7 +279,8 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
         "lost_upper": lost.upper,
         "margin": margin,
         "standing": lost.standing(margin),
-        "contexts_needed": lost.contexts_needed(margin),
+        "carried": lost.reach if is_compared else math.nan,
+        "contexts_needed": lost.contexts_needed(margin) if is_compared else None,
         "seeds": len(parts[0]),
         "seeds_worse": lost.num_seeds_above if is_compared else math.nan,
         **sizes / weights.sum(),
@@ -318,19 +336,19 @@ def beside_baselines(
     Of a method's budgets it is the nearest within `SAME_BYTES`, or else the next larger one up to `WHOLE_PAGES`.
 
     Returns:
-        Columns: `variant`, `task`, `metric`, `baseline` (the training-free method), `baseline_lost` (how much worse
-        than the full cache it is in these bytes), `baseline_bytes` (over the model's), `gap` (how much worse the
-        baseline is than the model: positive is for the model), `gap_error`, `gap_lower`, `gap_upper`, `seeds`,
-        `seeds_ahead` (in which the model is better), `is_best` (of all baselines the one that loses least; chosen on
-        these data, which favors the baseline).
+        Columns: `variant`, `task` (or benchmark, the mean of several), `metric`, `baseline` (the training-free method),
+        `baseline_value`, `baseline_error`, `baseline_lost` (how much worse than the full cache it is in these bytes),
+        `baseline_bytes` (over the model's), `gap` (how much worse the baseline is than the model: positive is for the
+        model), `gap_error`, `gap_lower`, `gap_upper`, `seeds`, `seeds_ahead` (in which the model is better), `is_best`
+        (of all baselines the one that loses least; chosen on these data, which favors the baseline).
     """
     measured = _beside_full(frame, reference, metrics)
-    by = ["variant", "task", "metric", "task_key"]
+    by = ["variant", "shown", "task_key", *(["metric"] if metrics is not None else [])]
     learned = measured[measured["learned"] & measured["budget"].isna()]
-    learned = learned.assign(seeds=learned.groupby(by)["key"].transform("size"))
+    learned = learned.assign(seeds=learned.groupby([*by, "task", "metric"])["key"].transform("size"))
     learned = learned[learned[["samples", "samples_of_full"]].map(bool).all(axis=1)]
     methods = measured[~measured["is_full"] & measured["samples"].map(bool)]
-    methods = methods[[*PAIRED, "model", "policy", "samples", "bytes_per_token"]]
+    methods = methods[[*PAIRED, "model", "policy", "value", "samples", "bytes_per_token"]]
     left, right = [*PAIRED, "model_of_full"], [*PAIRED, "model"]
     near = learned.merge(methods, left_on=left, right_on=right, suffixes=("", "_of_method"))
     over = near["bytes_per_token_of_method"] / near["bytes_per_token"]
@@ -339,13 +357,18 @@ def beside_baselines(
     near = near[~is_more | over.between(1, WHOLE_PAGES)].sort_values(["is_more", "distance"], kind="stable")
     near = near.drop_duplicates(["key", "metric", "policy_of_method"])
     lines = []
-    for (variant, task, metric, _, baseline), rows in near.groupby([*by, "policy_of_method"], sort=False):
-        if len(rows) < rows["seeds"].iloc[0]:
+    for (variant, shown, *_, baseline), rows in near.groupby([*by, "policy_of_method"], sort=False):
+        parts = [part for _, part in rows.groupby("task", sort=False)]
+        is_whole = set(rows["members"].iloc[0]) <= set(rows["task"])
+        if not is_whole or any(len(part) < part["seeds"].iloc[0] for part in parts):
             continue
-        lost = _difference(rows, "samples_of_method", "samples_of_full")
-        gap = _difference(rows, "samples_of_method", "samples")
-        line = [variant, task, metric, baseline, lost.value, rows["over"].mean()]
-        lines.append([*line, gap.value, gap.error, gap.lower, gap.upper, len(rows), gap.num_seeds_above])
+        metric = rows["metric"].iloc[0] if rows["metric"].nunique() == 1 else "mean"
+        values = [part.assign(value=part["value_of_method"], samples=part["samples_of_method"]) for part in parts]
+        value = mean_of([_value_of(part) for part in values])
+        lost = mean_of([_difference(part, "samples_of_method", "samples_of_full") for part in parts])
+        gap = mean_of([_difference(part, "samples_of_method", "samples") for part in parts])
+        line = [variant, shown, metric, baseline, value.value, value.error, lost.value, rows["over"].mean()]
+        lines.append([*line, gap.value, gap.error, gap.lower, gap.upper, len(parts[0]), gap.num_seeds_above])
     beside = pandas.DataFrame(lines, columns=BESIDE)
     least = beside.groupby(["variant", "task", "metric"])["baseline_lost"].transform("min")
     return beside.assign(is_best=beside["baseline_lost"] == least)

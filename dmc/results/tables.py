@@ -12,6 +12,7 @@ from dmc.results.equal_bytes import SAME_BYTES, bytes_budget
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import MARGIN, asked_of, beside_baselines, pareto_front, summarize
 from dmc.results.store import Store, read_rows, replace_file
+from dmc.results.verdict import Scale, carried, verdicts_of
 
 TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
 RATIO_TOLERANCE = 0.9
@@ -19,11 +20,11 @@ RATIO_TOLERANCE = 0.9
 LEGEND = (
     "±: standard error over texts (contexts, files) and seeds; of a difference, paired by sample. Verdicts hold with "
     "95 % confidence. Worse (✗): the loss against the full cache is above 0. As good (✓): it is at most "
-    f"{MARGIN:g}, in nats per token or as a share of the answers; of metrics above 1, that share of the metric. Cannot "
-    "tell: too few samples for either. CR and bytes are averages over all predicted positions. Bytes are all that is "
-    "allocated: whole pages, of which the last is partly empty, and tables. "
-    f"↓: less than {RATIO_TOLERANCE:.0%} of the requested CR. ≠: more than {SAME_BYTES - 1:.0%} away from the bytes "
-    "requested. ★: no other row is both smaller and better."
+    f"{MARGIN:g}, in nats per token or as a share of the answers; of metrics above 1, that share of the metric. Else "
+    "the margin that the samples carry is named: so far the loss may be from what they show, either way. CR and bytes "
+    "are averages over all predicted positions. Bytes are all that is allocated: whole pages, of which the last is "
+    f"partly empty, and tables. ↓: less than {RATIO_TOLERANCE:.0%} of the requested CR. ≠: more than "
+    f"{SAME_BYTES - 1:.0%} away from the bytes requested. ★: no other row is both smaller and better."
 )
 AGAINST = "against"
 """Beginning of the titles of comparisons."""
@@ -63,6 +64,8 @@ def write_tables(
 ) -> str:
     """Write `table.md`, `results.csv` (a line for each method, budget and task) and `measurements.csv`.
 
+    The file begins with the verdict.
+
     Args:
         store: the results.
         folder: output folder; each file is replaced atomically.
@@ -70,19 +73,21 @@ def write_tables(
         metrics: metrics with tables; None: each task's main one.
         keys: keys of the cells to show; None: all.
     Returns:
-        The tables.
+        The tables, with the verdict at the end, where a terminal stops.
     """
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
-    table = "\n\n".join([*format_tables(frame, reference, metrics, summary), *problems_of(rows)])
-    replace_file(folder / TABLE, f"{table}\n".encode())
+    sentences = [*verdicts_of(summary, beside_baselines(frame, reference, metrics))]
+    verdict = ["### Verdict", *sentences] if sentences else []
+    tables = [*format_tables(frame, reference, metrics, summary), *problems_of(rows)]
+    replace_file(folder / TABLE, ("\n\n".join([*verdict, *tables]) + "\n").encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
     content = (
         frame.drop(columns=["samples", "contexts", "members", "folder"]).dropna(axis=1, how="all").to_csv(index=False)
     )
     replace_file(folder / MEASUREMENTS, content.encode())
-    return table
+    return "\n\n".join([*tables, *verdict])
 
 
 def format_tables(
@@ -144,11 +149,11 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
     on_front = {label for _, lines in known.groupby(["task", "metric"]) for label in pareto_front(lines)}
     best = beside[beside["is_best"]].groupby(["variant", "task", "metric"]).last()
     references = summary["against"].dropna().unique()
+    scales = {where: Scale.of(lines) for where, lines in summary.groupby(["task", "metric"])}
 
     def verdict(line: pandas.Series) -> str:
-        text = line["standing"].replace("unknown", "cannot tell")
-        if not pandas.isna(needed := line["contexts_needed"]):
-            text = f"no loss seen; calling it as good needs {needed:.0f} texts"
+        is_open = line["standing"] == "unknown"
+        text = carried(line, scales[line["task"], line["metric"]]) if is_open else line["standing"]
         return text and text + _of_seeds(line["seeds_worse"], line["seeds"], "worse")
 
     def against(line: pandas.Series) -> str:
@@ -208,7 +213,7 @@ def _of_seeds(some: float, seeds: float, words: str) -> str:
 
 
 def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
-    """Format the tasks side by side: ✓ as good as the full cache, ✗ worse, neither: the samples cannot tell."""
+    """Format the tasks side by side: ✓ as good as the full cache, ✗ worse."""
     marks = {"as good": " ✓", "worse": " ✗"}
     texts = [
         plus(line["value"], line["value_error"], ".4f") + marks.get(line["standing"], "")

@@ -8,7 +8,8 @@ from report_rows import PROVENANCE, benchmark_rows, compare_row, write_rows
 from scripts_here import run_script
 
 from dmc.results.plots import draw_places, draw_quality
-from dmc.results.report import read_folders, verdicts_of, write_page
+from dmc.results.report import read_folders, write_page
+from dmc.results.verdict import verdicts_of
 
 
 def read(rows, folder):
@@ -19,25 +20,6 @@ def constant_row(policy, ratio, quality, noise=0.0, **changes):
     """A row whose samples alternate around a quality."""
     values = [quality + noise * (-1) ** index for index in range(32)]
     return compare_row(policy, ratio, sample_values=values, metrics={"loss": statistics.fmean(values)}, **changes)
-
-
-def test_the_verdict_names_the_caches_that_are_shown_to_be_as_good_on_each_task(tmp_path):
-    rows = [
-        constant_row("full", 1.0, 3.0),
-        constant_row("small_and_noisy", 8.0, 3.01, noise=0.1),
-        constant_row("smallest_and_worse", 16.0, 3.2, noise=0.1),
-        constant_row("large", 2.0, 3.0),
-        constant_row("small_and_sure", 4.0, 3.01, noise=0.01),
-    ]
-    lost = [compare_row(*cell, "needle") for cell in (("full", 1.0), ("h2o", 4.0))]
-    for row in lost:
-        row |= {"sample_values": [0.0] * 32, "metrics": {"exact_match": 0.0}}
-    assert list(verdicts_of(read(rows + lost, tmp_path).summary)) == [
-        "loss, loss (full cache 3): as good in fewer bytes: small_and_sure at CR 4 (26% of the bytes), large at CR 2 "
-        "(50% of the bytes); worse: 1, cannot tell: 1",
-        "needle, exact_match: says nothing about compression: the full cache scores 0",
-    ]
-    assert not list(verdicts_of(read([compare_row("h2o", 4.0), compare_row("tova", 4.0)], tmp_path).summary))
 
 
 def test_a_model_stands_beside_the_best_baseline(tmp_path):
@@ -107,7 +89,8 @@ def test_plots_and_data_lie_beside_the_page(grid_page):
     assert len(ids) == len(set(ids))  # of all drawings together
     with (folder / "results.csv").open() as file:
         assert [float(line["value"]) for line in csv.DictReader(file)] == list(findings.summary["value"])
-    assert all(words in text for words in verdicts_of(findings.summary)) and len(findings.summary) == 51
+    sentences = [*verdicts_of(findings.summary, findings.baselines)]
+    assert len(sentences) == 2 and all(words in text for words in sentences) and len(findings.summary) == 51
     assert all(f"{value:.4f}" in text for value in findings.summary["value"])
     assert PROVENANCE["command"] in text
     assert "failed: base, tova, CR 8, needle: ValueError: a budget of 1 entry has no room for the newest token" in text

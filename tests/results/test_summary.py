@@ -134,7 +134,7 @@ def test_the_table_puts_a_compressed_model_beside_its_best_baseline_and_counts_s
     assert "nan" not in "".join(format_tables(mixed)) and "question hidden" in "".join(format_tables(mixed))
 
 
-def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show_it():
+def test_the_table_says_which_margin_too_few_samples_carry():
     right = [float(index % 4 > 0) for index in range(16)]
     scores = {"sample_values": right, "metrics": {"match": 0.75}, "main_metric": "match", "higher_is_better": True}
     scores |= {"contexts": []}
@@ -143,7 +143,7 @@ def test_answers_that_agree_are_told_as_no_loss_and_how_many_contexts_would_show
     error = numpy.std(right, ddof=1) / 4
     assert summarize(to_frame(rows))["value_error"][1] == pytest.approx(error)  # the jackknife's, no bound
     (h2o,) = [line for line in table.splitlines() if line.startswith("| one, h2o |")]
-    assert "| +0.0000 ± 0.0000 | no loss seen; calling it as good needs 150 texts |" in h2o
+    assert "| +0.0000 ± 0.0000 | 16 samples carry a margin of 18.8 points; 2 points would need 150 |" in h2o
 
 
 def test_a_model_that_is_measured_again_counts_once_by_its_newest_row():
@@ -185,7 +185,9 @@ def test_the_table_ranks_methods_within_each_budget(tmp_path):
     losses = {"tova 4": [2.0, 2.5], "h2o 4": [1.5, 2.5], "h2o tokens:128": [3.0, 3.0], "h2o tokens:256": [2.5, 2.5]}
     rows += [plain_row(*name.split(), values) for name, values in (losses | {"h2o 2": [1.0, 2.1]}).items()]
     table = write_report(rows, tmp_path)
-    assert (tmp_path / "table.md").read_text() == table + "\n"
+    tables, _, verdict = table.partition("### Verdict\n\n")
+    assert verdict.startswith("text: small at CR 4: ") and "\n" not in verdict
+    assert (tmp_path / "table.md").read_text() == f"### Verdict\n\n{verdict}\n\n{tables.strip()}\n"
     header, _, *lines = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("|")]
     assert header[:6] == ["method", "requested", "achieved CR", "loss", "against base, full", "verdict"]
     assert [f"{method} at {asked}: {against}" for method, asked, _, _, against, *_ in lines] == [

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from dmc.results import plots
 from dmc.results.measurement import DONE, Row, to_frame
-from dmc.results.statistics import MARGIN, asked_of, beside_baselines, summarize
+from dmc.results.statistics import asked_of, beside_baselines, summarize
 from dmc.results.store import Store, read_rows, replace_file
 from dmc.results.tables import LEGEND, SPEEDS, all_tasks, problems_of, result_table, speed_table, speeds_of
+from dmc.results.verdict import verdicts_of
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
@@ -127,7 +128,7 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     page = environment.get_template("page.html").render(
         title=title,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        verdicts=[*verdicts_of(findings.summary)],
+        verdicts=[*verdicts_of(findings.summary, findings.baselines)],
         legend=LEGEND,
         sections=sections,
         tables=[table for table in _tables(findings) if len(table[2])],
@@ -152,33 +153,13 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
             yield SECTIONS.get(str(by), "What the cache holds"), plot
 
 
-def verdicts_of(summary: pandas.DataFrame) -> Iterator[str]:
-    """Yield for each task which smaller caches are shown to be as good as the full one, the smallest first."""
-    for (task, metric), lines in summary.groupby(["task", "metric"], sort=False) if len(summary) else ():
-        full, judged = lines[lines["is_full"]]["value"], lines[lines["standing"] != ""].sort_values("share")
-        if judged.empty:
-            continue
-        if len(full) and lines["higher_is_better"].all() and full.iloc[-1] <= 5 * MARGIN:
-            yield f"{task}, {metric}: says nothing about compression: the full cache scores {full.iloc[-1]:.4g}"
-            continue
-        good = [
-            f"{line.label} ({line.share:.0%} of the bytes)"
-            for line in judged.itertuples()
-            if line.standing == "as good" and line.share < 1
-        ]
-        counts = judged["standing"].value_counts()
-        others = f"worse: {counts.get('worse', 0)}, cannot tell: {counts.get('unknown', 0)}"
-        beside = f" (full cache {full.iloc[-1]:.4g})" if len(full) else ""
-        yield f"{task}, {metric}{beside}: as good in fewer bytes: {', '.join(good) or 'none'}; {others}"
-
-
 def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
     """Yield title, caption and texts of every table."""
     summary = findings.summary
     if len(summary):
         yield "All results", "", result_table(summary, findings.baselines)
         if summary["task"].nunique() > 1:
-            yield "All tasks", "✓: as good as the full cache. ✗: worse. Neither: cannot tell.", all_tasks(summary)
+            yield "All tasks", "✓: as good as the full cache. ✗: worse.", all_tasks(summary)
     if len(findings.speeds):
         yield "Speed and memory", "Medians. Decoders of one batch size ran in turns.", speed_table(findings.speeds)
 
