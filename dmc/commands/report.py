@@ -11,6 +11,7 @@ from pydantic import Field
 from dmc.config.settings import OutputFolder, checked_dataclass
 from dmc.files import read_mapping
 from dmc.results.curves import draw_curves, read_log
+from dmc.results.leaderboard import write_leaderboard
 from dmc.results.measurement import FULL, Row, new_row
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
@@ -32,12 +33,17 @@ class ReportConfig:
     title: str
     reference: str | None = None
     """Stock model with whose full cache compressed models are compared; None: that of the comparison."""
+    leaderboard: OutputFolder | None = None
+    """Folder of results in the format of kvpress's leaderboard; None: none are written."""
     output: OutputFolder = "outputs/report"
 
 
 def report(config: ReportConfig) -> Path:
-    """Write the page and return its path."""
-    findings = read_folders([Path(folder) for folder in config.folders], config.reference)
+    """Write the page, and the leaderboard's folders if requested, and return the path of the page."""
+    folders = [Path(folder) for folder in config.folders]
+    findings = read_folders(folders, config.reference)
+    if config.leaderboard is not None:
+        write_leaderboard(folders, Path(config.leaderboard))
     return write_page(findings, Path(config.output), config.title)
 
 

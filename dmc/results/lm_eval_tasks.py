@@ -26,6 +26,8 @@ from dmc.runtime import Engine, GenerationStats
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+OWN_TASKS = str(Path(__file__).with_name("long_context"))
+"""Folder of this project's tasks for lm-eval."""
 CODE_CONSENT = "HF_ALLOW_CODE_EVAL"
 """Environment variable that allows Hugging Face's code_eval to run generated code."""
 
@@ -303,15 +305,16 @@ def list_tasks(names: tuple[str, ...], folder: str | None, metadata_json: str) -
     """List tasks and groups; those of a folder take precedence over lm-eval's of the same name.
 
     Args:
-        names: requested names; lm-eval's own are listed, in ten seconds, only if one is not in the folder.
+        names: requested names; lm-eval's own are listed, in ten seconds, only if one is neither ours nor in the folder.
         folder: folder of your own tasks.
         metadata_json: settings for tasks that make their own data, such as RULER, as JSON.
     """
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=folder, include_defaults=False, metadata=json.loads(metadata_json))
+    places, metadata = [OWN_TASKS, *([] if folder is None else [folder])], json.loads(metadata_json)
+    manager = TaskManager(include_path=places, include_defaults=False, metadata=metadata)
     is_enough = set(names) <= set(manager.all_tasks)
-    return manager if is_enough else TaskManager(include_path=folder, metadata=json.loads(metadata_json))
+    return manager if is_enough else TaskManager(include_path=places, metadata=metadata)
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager, known: Sequence[str] = ()) -> None:
