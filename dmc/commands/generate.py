@@ -59,8 +59,9 @@ def generate(config: GenerateConfig) -> None:
         print(event.text if is_first else "", end="", flush=True)
     if is_first and event.request.generation:
         stats = event.request.generation.stats
+        ratios = f"CR {stats.achieved_ratio:.2f}, {stats.bytes_ratio:.2f} in bytes"
         sizes = f"{stats.bytes_used:,} bytes used, {stats.bytes_allocated:,} allocated"
-        print(f"\n\n[{stats.tokens_seen} tokens, CR {stats.achieved_ratio:.2f}, {sizes}]", file=sys.stderr)
+        print(f"\n\n[{stats.tokens_seen} tokens, {ratios}, {sizes}]", file=sys.stderr)
 
 
 def _load(config: GenerateConfig) -> Any:

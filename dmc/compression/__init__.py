@@ -5,7 +5,7 @@ from dmc.compression.base import CompressedCache, CompressionConfig, DecidedToke
 from dmc.compression.gates import Compressor, fixed_decisions
 from dmc.compression.losses import HeadAgreement, compression_loss, head_agreement_loss, held_fraction
 from dmc.compression.relaxation import hard_decisions, sample_decisions, straight_through
-from dmc.compression.rotary import leader_scale, rotate
+from dmc.compression.rotary import full_attention_tables, leader_scale, rotate
 from dmc.compression.schedules import target_ratio_at, zero_out_multiplier_at
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "accumulate",
     "compression_loss",
     "fixed_decisions",
+    "full_attention_tables",
     "hard_decisions",
     "head_agreement_loss",
     "held_fraction",

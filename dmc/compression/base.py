@@ -220,7 +220,14 @@ class GateTrace:
 class CompressedCache(Protocol):
     """Interface of a cache to the attention layers: the runtime implements it, the models call it."""
 
-    def attend(self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        tokens: DecidedTokens,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Store the new tokens as their gates decided, then attend to all visible entries.
 
         Args:
@@ -228,6 +235,32 @@ class CompressedCache(Protocol):
             tokens: the new tokens.
             scaling: factor on the scores.
             attention_mask: True at real tokens, [B, past + T], or None when there is no padding.
+            sinks: logit of each query head that its softmax counts beside the keys', [H_q]; None: there is none.
+        Returns:
+            Attention output [B, H_q, T, D].
+        """
+        ...
+
+    def attend_plain(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the new tokens of a layer without gates, then attend to all entries, or those in the layer's window.
+
+        Args:
+            layer_index: index of the layer.
+            query: rotated, [B, H_q, T, D].
+            key: rotated, [B, H, T, D].
+            value: [B, H, T, D].
+            scaling: factor on the scores.
+            attention_mask: see `attend`.
+            sinks: see `attend`.
         Returns:
             Attention output [B, H_q, T, D].
         """

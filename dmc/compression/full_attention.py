@@ -1,4 +1,4 @@
-"""Checks that a model uses full causal attention, with RoPE angles that depend on positions alone."""
+"""Checks that a model uses causal attention, full or to a window, with RoPE angles that depend on positions alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from typing import Any
 
 POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose angles do not depend on the sequence's length."""
-REACH = {
-    "sliding_attention": ("sliding window", "sliding_window"),
-    "chunked_attention": ("chunk", "attention_chunk_size"),
-}
-"""Kinds of layers that see only the last tokens: their name, and the configuration field with the size."""
+REACH = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that see only the last tokens, and the configuration field with the size."""
 OTHER_MATHS = {
     "attn_logit_softcapping": "caps attention scores",
     "kv_lora_rank": "keeps one latent vector instead of keys and values (MLA)",
@@ -30,15 +27,13 @@ def context_length(config: Any) -> int:
 
 
 def refuse_other_attention(config: Any) -> None:
-    """Raise if full attention to a cache of keys and values would silently be wrong for a model.
-
-    A window of at least the model's context counts as full attention.
+    """Raise if attention to a cache of keys and values would silently be wrong for a model.
 
     Args:
         config: configuration of a transformers causal LM.
     Raises:
-        NotImplementedError: a layer sees the last tokens only or keeps another state, scores are capped, keys and
-            values are compressed already, or RoPE depends on the sequence length.
+        NotImplementedError: a layer sees chunks or keeps another state, scores are capped, keys and values are
+            compressed already, or RoPE depends on the sequence length.
     """
     model = f"this {config.model_type} model"
     for name in SIZES:
@@ -55,13 +50,13 @@ def refuse_other_attention(config: Any) -> None:
             )
     for index, kind in enumerate(_layer_kinds(config)):
         if kind != "full_attention" and kind not in REACH:
-            raise NotImplementedError(f"layer {index} of {model} is {kind}: expected full_attention in every layer")
-        what, field = REACH.get(kind, ("", ""))
-        reach = getattr(config, field, None)
-        if reach is not None and reach < context_length(config):
             raise NotImplementedError(
-                f"layer {index} of {model} has a {what} of {reach} tokens, its context is "
-                f"{context_length(config)}; expected full attention in every layer: {field} None, or no less "
+                f"layer {index} of {model} is {kind}: expected full_attention or sliding_attention in every layer"
+            )
+        if kind == "chunked_attention" and (reach := _reach(config, kind)) is not None:
+            raise NotImplementedError(
+                f"layer {index} of {model} has a chunk of {reach} tokens, its context is {context_length(config)}; "
+                "expected full attention or a sliding window in every layer: attention_chunk_size None, or no less "
                 "than max_position_embeddings"
             )
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -71,6 +66,33 @@ def refuse_other_attention(config: Any) -> None:
                 f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot "
                 f"follow; expected one of {', '.join(POSITION_FREE_ROPE)}"
             )
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Return how many last tokens each layer of a model sees; None: all, as a window of its whole context does."""
+    return tuple(_reach(config, kind) for kind in _layer_kinds(config))
+
+
+def refuse_windows_alone(config: Any) -> None:
+    """Raise a NotImplementedError if every layer of a model has a window smaller than its context."""
+    windows = layer_windows(config)
+    if None not in windows:
+        raise NotImplementedError(
+            f"layer 0 of this {config.model_type} model has a sliding window of {windows[0]} tokens, its context is "
+            f"{context_length(config)}, and all layers have one: expected a layer with full attention, whose cache "
+            "grows with the text and can be compressed"
+        )
+
+
+def rotates_full_layers(config: Any) -> bool:
+    """Whether layers with full attention rotate by RoPE: in two families those with a window alone do."""
+    family = config.model_type.removeprefix("dmc_")
+    return family != "cohere2" and (family != "exaone4" or config.sliding_window is None)
+
+
+def _reach(config: Any, kind: str) -> int | None:
+    reach = getattr(config, REACH.get(kind, ""), None)
+    return reach if reach is not None and reach < context_length(config) else None
 
 
 def _layer_kinds(config: Any) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,13 @@ def leader_scale(
     scale = torch.ones(query_heads, head_dim, dtype=like.dtype, device=like.device)
     scale[:: query_heads // kv_heads, neuron_index].fill_(multiplier)
     return scale
+
+
+def full_attention_tables(rotary_emb: Any, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a stock model's own cos and sin of its layers without a window, [B, T, R] in the dtype of `like`."""
+    kinds = ("full_attention",) if hasattr(rotary_emb, "full_attention_inv_freq") else ()  # RoPE differs by kind
+    cos, sin = rotary_emb(like, position_ids, *kinds)
+    return cos, sin
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Kernel backends, one module each with the same function names; `reference` is the specification.
 
-Each offers `append_or_merge`, `paged_attention`, `prefill_attention`, `compact`, for policies `write_metadata`,
-`read_metadata`, `attention_received`, `add_attention`, `nth_newest`, `eviction_candidate` and `evict`, and
-`supports(dtype, head_dim, block_size, device)`, which returns why it cannot serve pages of such a dtype, or None.
+Each offers `append_or_merge`, `append_to_ring`, `paged_attention`, `prefill_attention`, `compact`, for policies
+`write_metadata`, `read_metadata`, `attention_received`, `add_attention`, `nth_newest`, `eviction_candidate` and
+`evict`, and `supports(dtype, head_dim, block_size, device)`, which returns why it cannot serve pages of such a dtype,
+or None.
 """
 
 from __future__ import annotations

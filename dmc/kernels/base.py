@@ -49,6 +49,8 @@ class LayerCache:
     """Likewise, of the values."""
     entry_metadata: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """Further metadata of every slot, 4 bytes each, [N, block]."""
+    sinks: Tensor | None = None
+    """Logit of each query head that its softmax counts beside the keys' (attention sinks), [H_q]; None: without."""
 
     @property
     def block_size(self) -> int:

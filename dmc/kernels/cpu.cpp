@@ -237,6 +237,7 @@ struct Attention {
     int64_t scores_step;
     float* lse;                   // log of the sum of exp of each query's scores, [T, H_q], or null
     int64_t num_rows, num_slots;  // C, and the slots that a table can name
+    const float* sinks;           // logit that each query head's softmax counts besides, [H_q], or null
 
     int64_t start(int64_t sequence) const { return starts ? starts[sequence] : sequence; }
     int64_t queries(int64_t sequence) const { return starts ? starts[sequence + 1] - starts[sequence] : 1; }
@@ -414,10 +415,11 @@ class Rows {
             unpack<P>(from, dim_, &query_[r * dim_]);
             scale(&query_[r * dim_], dim_, scaling);
             limit_[r] = a_.seen(task.sequence, task.head, query);
+            const bool has_sink = a_.sinks && task.begin == 0;  // a key whose value is 0
+            maximum_[r] = has_sink ? a_.sinks[head] * LOG2_E : LOWEST_MAXIMUM;
+            sum_[r] = has_sink ? 1.0f : 0.0f;
         }
         std::fill_n(out_.begin(), rows_ * dim_, 0.0f);
-        std::fill_n(maximum_.begin(), rows_, LOWEST_MAXIMUM);
-        std::fill_n(sum_.begin(), rows_, 0.0f);
     }
 
     float* score_row(const Task& task, int r) const {

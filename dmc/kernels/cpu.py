@@ -19,6 +19,7 @@ from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, Visib
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.cpu_build import load_library
 from dmc.kernels.layout import history_size
+from dmc.kernels.reference import append_to_ring as append_to_ring
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
@@ -213,17 +214,19 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`."""
     if not _has_code(key_pages, query):
-        options: dict[str, Any] = {"scales": scales, "rows": rows, "recent": recent}
+        options: dict[str, Any] = {"scales": scales, "rows": rows, "recent": recent, "sinks": sinks}
         options |= {"return_scores": return_scores, "num_scores": num_scores}
         return reference.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     scores = None
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
-    attended = _attend(query, *pages, VisibleKeys(lengths, recent=recent), scaling, scales, rows, scores=scores)
+    seen = VisibleKeys(lengths, recent=recent)
+    attended = _attend(query, *pages, seen, scaling, scales, rows, scores=scores, sinks=sinks)
     return attended if scores is None else (attended, scores)
 
 
@@ -237,14 +240,15 @@ def prefill_attention(
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.prefill_attention`."""
     pages = key_pages, value_pages, block_tables
     if not _has_code(key_pages, query):
-        return reference.prefill_attention(query, *pages, batch, seen, scaling, scales, return_lse)
+        return reference.prefill_attention(query, *pages, batch, seen, scaling, scales, return_lse, sinks)
     _expect_batch(batch)
     lse = torch.empty(query.shape[:2]) if return_lse else None
-    attended = _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch, lse=lse)
+    attended = _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch, lse=lse, sinks=sinks)
     return attended if lse is None else (attended, lse)
 
 
@@ -280,6 +284,7 @@ def _attend(
     batch: ForwardBatch | None = None,
     scores: Tensor | None = None,
     lse: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from queries [T, H_q, D]; without a batch, one per sequence, and the visible slots are [C, H] by row."""
     query = _rows_of_channels(query)
@@ -310,8 +315,17 @@ def _attend(
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
         *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(open_slot), *_parts(recent)),
         *(delay, out, scores, 0 if scores is None else scores.shape[-1], lse, *_bounds(tables, key_pages.shape[1])),
+        _sinks(sinks, query),
     )
     return out
+
+
+def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    sinks = sinks.detach().float().contiguous()
+    _expect("sinks", sinks, torch.float32, query.shape[1:2])
+    return sinks
 
 
 def _named(work: str, query: Tensor, pages: Tensor) -> str:

@@ -85,6 +85,7 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores: another backend computes them.
 
@@ -93,6 +94,7 @@ def paged_attention(
     """
     if return_scores:
         options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True, "num_scores": num_scores}
+        options["sinks"] = sinks
         other = load_backend("auto", query.device)
         return other.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     library, table_name = _library()
@@ -111,9 +113,11 @@ def paged_attention(
     )[:2]
     empty = (lengths == 0)[..., None]  # its lse is +inf or -inf, by version
     out = out.view(grouped.shape).masked_fill(empty[..., None], 0.0)
+    lse = lse.view(grouped.shape[:3]).masked_fill(empty, -torch.inf)
     if recent is not None:
-        lse = lse.view(grouped.shape[:3]).masked_fill(empty, -torch.inf)
-        out = _with_recent(grouped, out, lse, recent, scaling)
+        out, lse = _with_recent(grouped, out, lse, recent, scaling)
+    if sinks is not None:
+        out = (out.float() * (lse - sinks.view(kv_heads, -1)).sigmoid()[..., None]).to(out.dtype)
     return out.view(query.shape)
 
 
@@ -127,17 +131,17 @@ def prefill_attention(
     scaling: float,
     scales: None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.prefill_attention`; a mask that is not causal is left to another backend.
+    """See `dmc.kernels.reference.prefill_attention`; sinks and a mask that is not causal are left to another backend.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
     """
     pages = key_pages, value_pages
-    if not seen.is_causal:
-        other = load_backend("auto", query.device)
-        attended: Tensor = other.prefill_attention(query, *pages, block_tables, batch, seen, scaling)
-        return attended  # nobody asks for more of what gates decide
+    if not seen.is_causal or sinks is not None:
+        other, rest = load_backend("auto", query.device), (scaling, scales, return_lse, sinks)
+        return other.prefill_attention(query, *pages, block_tables, batch, seen, *rest)  # type: ignore[no-any-return]
     library, table_name = _library()
     kv_heads, (place, bounds) = seen.slots.shape[1], batch.by_head(seen.slots.shape[1])
     folded = query.new_empty(place.numel(), query.shape[1] // kv_heads, query.shape[2])
@@ -159,13 +163,13 @@ def prefill_attention(
     return out[place].flatten(1, 2)
 
 
-def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> Tensor:
-    """Join attention over slots, `out` [B, H, group, D] and its log-sum-exp, with raw recent tokens."""
+def _with_recent(grouped: Tensor, out: Tensor, lse: Tensor, recent: Recent, scaling: float) -> tuple[Tensor, Tensor]:
+    """Join attention over slots, `out` [B, H, group, D] and its log-sum-exp, with raw recent tokens; return both."""
     batch = len(grouped)
     key, value = (states.float().unflatten(0, (batch, -1)).transpose(1, 2) for states in (recent.key, recent.value))
     scores = grouped.float() @ key.transpose(-1, -2) * scaling
     scores = scores.masked_fill(~recent.exists.view(batch, 1, 1, -1), -torch.inf)  # [B, H, group, W]
-    total = torch.logaddexp(lse, scores.logsumexp(-1))
-    total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
+    joined_lse = torch.logaddexp(lse, scores.logsumexp(-1))
+    total = joined_lse.masked_fill(joined_lse == -torch.inf, 0.0)[..., None]
     joined = out.float() * (lse[..., None] - total).exp() + (scores - total).exp() @ value
-    return joined.to(out.dtype)
+    return joined.to(out.dtype), joined_lse

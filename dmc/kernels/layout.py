@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -35,7 +37,7 @@ class Field:
     start: float = 0.0
     """For per="row": initial value."""
     num_layers: int | None = None
-    """For per="row": number of layers that keep it; None: all."""
+    """For per="row": number of layers that keep it; None: all without a window."""
 
     def shape_of(self, block_size: int) -> tuple[int, ...]:
         """Return the shape that one block, or for per="row" one row of one layer, takes."""
@@ -53,6 +55,7 @@ class CacheLayout:
     """Shape of a cache; `compression` None is a plain cache that appends every token."""
 
     num_layers: int
+    """Number of layers that keep all tokens, but for what gates or a policy compress: those without a window."""
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -69,6 +72,11 @@ class CacheLayout:
     """Runs of layers that a policy keeps partly in the host's memory, by name of the run."""
     page_dtype: torch.dtype | None = None
     """Of keys and values in pages: int8, each with a float32 scale; None: `dtype`."""
+    windows: tuple[int | None, ...] = ()
+    """Window of each layer of the model: it sees, and keeps, that many last tokens; None: all. Empty: no layer has one.
+
+    The cache counts layers without a window first, then those with one: the position p is in slot p % window there.
+    """
 
     def stored_as(self, kv_cache_dtype: str) -> CacheLayout:
         """Return the layout with pages of one of `KV_CACHE_DTYPES`.
@@ -80,6 +88,26 @@ class CacheLayout:
             expected = "'auto' (the model's dtype) or 'int8' (8 bits, with a scale for each key and value)"
             raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: expected {expected}")
         return dataclasses.replace(self, page_dtype=torch.int8 if kv_cache_dtype == "int8" else None)
+
+    @cached_property
+    def rings(self) -> tuple[int, ...]:
+        """Windows of the layers that have one."""
+        return tuple(window for window in self.windows if window is not None)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Index in the cache of each layer of the model."""
+        full, ring = itertools.count(), itertools.count(self.num_layers)
+        return [next(full if window is None else ring) for window in self.windows or (None,) * self.num_layers]
+
+    def window_of(self, place: int) -> int | None:
+        """Return the window of a layer by its index in the cache."""
+        return None if place < self.num_layers else self.rings[place - self.num_layers]
+
+    def most_blocks(self, num_tokens: int, block_size: int, ratio: float = 1.0) -> int:
+        """Return the blocks of a sequence whose layers without a window hold one entry for `ratio` tokens."""
+        full = self.num_layers * math.ceil(num_tokens / ratio / block_size)
+        return self.num_kv_heads * (full + sum(-(-min(num_tokens, ring) // block_size) for ring in self.rings))
 
     @property
     def history_size(self) -> int:
@@ -100,8 +128,8 @@ class CacheLayout:
         ring = (*heads, size)
         fields = [
             *self._entry_fields,
-            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
-            Field("lengths", torch.int32, "row", heads),
+            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS), num_layers=len(self.places)),
+            Field("lengths", torch.int32, "row", heads, num_layers=len(self.places)),
             Field("history_key", self.dtype, "row", (*ring, dim)),
             Field("history_value", self.dtype, "row", (*ring, dim)),
             Field("history_decisions", torch.bool, "row", ring),

@@ -23,7 +23,20 @@ def attention_probabilities(
     See `attention_scores`; 0 where a slot is not seen.
     """
     for scores in attention_scores(query, cache, rows, slots, scaling, num_slots):
-        yield scores.softmax(-1)
+        yield softmax_with_sinks(scores, cache.sinks)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Take the softmax of scores, [S, H, group, queries, keys], over the keys and the sink of each head, if any.
+
+    Args:
+        scores: float32.
+        sinks: of `LayerCache`, [H group].
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.float().view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def attention_scores(

@@ -13,7 +13,7 @@ from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, Visib
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import history_size
 from dmc.kernels.pages import gather_pages, places, quantize, slots_below
-from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.kernels.probabilities import QUERY_BLOCK, softmax_with_sinks
 from dmc.kernels.probabilities import attention_received as attention_received
 
 
@@ -75,6 +75,39 @@ def append_or_merge(
             rotate(recent.key, cos[rotary_rows], sin[rotary_rows]), recent.value, recent.positions >= 0
         )
     return seen
+
+
+def append_to_ring(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, window: int) -> Tensor:
+    """Write the next tokens of each sequence over those that have left a layer's window, in place.
+
+    Args:
+        cache: pages, free list, tables and lengths are updated; the position p goes to slot p % window.
+        batch: which tokens of which sequences.
+        tokens: the new tokens, rotated.
+        window: slots of the ring.
+    Returns:
+        Slots that the ring holds after each token, int32 [T, H].
+    """
+    heads, positions, states = cache.lengths.shape[1], batch.positions, _as_stored(cache, tokens.key, tokens.value)
+    length = (positions + 1).clamp_max(window)[:, None].expand(-1, heads)
+    take_blocks(cache, batch.row_index, length[batch.last])
+    sequence = batch.sequence
+    if batch.most_new > window:  # of tokens that share a slot the last one stays
+        last = torch.cat([torch.arange(max(s.start, s.stop - window), s.stop) for s in batch.spans]).to(batch.device)
+        positions, sequence, states = positions[last], sequence[last], [state[last] for state in states]
+    slots = (positions % window)[:, None].expand(-1, heads)
+    place = places(cache.block_tables[batch.row_index], slots, cache.block_size, sequence)
+    for pages, state in zip(cache.entry_pages, states, strict=True):
+        pages.flatten(0, 1)[place] = state
+    return length.int()
+
+
+def as_read(cache: LayerCache, tokens: NewTokens) -> NewTokens:
+    """Return tokens as they will be read from the pages, which may hold 8 bits."""
+    key, value, *scales = _as_stored(cache, tokens.key, tokens.value)
+    if not scales:
+        return tokens
+    return NewTokens((key * scales[0]).to(tokens.key.dtype), (value * scales[1]).to(tokens.value.dtype))
 
 
 @dataclass
@@ -384,6 +417,7 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from one query per sequence to the slots of its heads, and to raw recent tokens.
 
@@ -401,6 +435,7 @@ def paged_attention(
         num_scores: number of slots with scores, at least the longest head's, so that lengths need no host sync; None:
             as many as the tables can name.
         chunk_ends: of `VisibleKeys`, where the same backend has just appended the queries' tokens; None: counted anew.
+        sinks: of `LayerCache`.
     Returns:
         [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """
@@ -408,7 +443,8 @@ def paged_attention(
         block_tables, lengths = block_tables[rows], lengths[rows]
     capacity, seen = block_tables.shape[-1] * key_pages.shape[1], VisibleKeys(lengths, recent=recent)
     most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
-    attended, scores, _ = _attend(None, query, key_pages, value_pages, block_tables, seen, scaling, most_slots, scales)
+    pages = key_pages, value_pages, block_tables
+    attended, scores, _ = _attend(None, query, *pages, seen, scaling, most_slots, scales, sinks)
     if not return_scores:
         return attended[:, 0]
     missing = (num_scores or capacity) - most_slots
@@ -425,6 +461,7 @@ def prefill_attention(
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
 
@@ -437,7 +474,8 @@ def prefill_attention(
         seen: the keys that each query sees, from `append_or_merge`.
         scaling: factor on the scores.
         scales: factors of 8-bit keys and values, float32 [N, block, 1] each.
-        return_lse: also return the log of the sum of exp of each query's scores.
+        return_lse: also return the log of the sum of exp of each query's scores, and of its sink.
+        sinks: of `LayerCache`.
     Returns:
         [T, H_q, D], zeros where a query sees nothing; with `return_lse` also float32 [T, H_q], there arbitrary.
     """
@@ -454,7 +492,7 @@ def prefill_attention(
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
         part_seen, tables = VisibleKeys(seen.slots[where], open_slot, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(part_seen.slots.max())
-        padded = _attend(part, query[where], *pages, part_seen, scaling, most_slots, scales)
+        padded = _attend(part, query[where], *pages, part_seen, scaling, most_slots, scales, sinks)
         attended[where], lse[where] = part.unpad(padded[0]), part.unpad(padded[2])
     return (attended, lse) if return_lse else attended
 
@@ -469,6 +507,7 @@ def _attend(
     scaling: float,
     most_slots: int,
     scales: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, [S, n, H_q, D], the last queries' probabilities, slots first, and log-sum-exp, [S, n, H_q].
 
@@ -482,6 +521,7 @@ def _attend(
         scaling: factor on the scores.
         most_slots: an upper bound of the slots that a query sees, within the tables.
         scales: factors of 8-bit keys and values.
+        sinks: of `LayerCache`.
     """
     batch, delay = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch, 0
     keys, values = (
@@ -523,7 +563,9 @@ def _attend(
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
         scores = (rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)).masked_fill(~mask, -torch.inf)
         lse.append(scores.logsumexp(-1))
-        weights = scores.softmax(-1).nan_to_num(0.0)
+        if sinks is not None:
+            lse[-1] = torch.logaddexp(lse[-1], sinks.float().view(1, *scores.shape[1:3], 1))
+        weights = softmax_with_sinks(scores, sinks).nan_to_num(0.0)
         # data of other sequences beyond the length may be NaN, and 0 times NaN is NaN
         unseen = ~mask.any(-2)[..., None]
         outputs.append(weights @ torch.cat(block_values, dim=2)[:, :, None].masked_fill(unseen, 0))

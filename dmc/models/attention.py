@@ -22,6 +22,7 @@ from dmc.compression import (
     GateTrace,
     rotate,
 )
+from dmc.compression.full_attention import rotates_full_layers
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
 from dmc.models.rotation import Rotation
@@ -66,7 +67,7 @@ class CompressedAttentionMixin(nn.Module):
         norm = getattr(self, "q_norm", None)
         self.normalizes = norm is not None or hasattr(self, "query_layernorm")
         self.normalizes_together = norm is not None and norm.weight.shape[-1] != self.head_dim
-        self.rotates = bool(getattr(self, "use_rope", True))
+        self.rotates = bool(getattr(self, "use_rope", True)) and rotates_full_layers(config)
 
     normalizes: bool
     """Whether queries and keys are normalized; the borrowed neuron is read after that."""
@@ -182,6 +183,7 @@ class CompressedAttentionMixin(nn.Module):
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
         multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
+        position_embeddings = self.rotation.whole(position_embeddings)
         rotated = position_embeddings[0].shape[-1]
         positions = None if position_ids is None else context_ranks.chunk(position_ids, 1)
         projected = self.project(hidden_states, rotated, multiplier, positions)
@@ -222,7 +224,7 @@ class CompressedAttentionMixin(nn.Module):
         Returns:
             [B, H_q, T, D].
         """
-        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask)
+        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask, getattr(self, "sinks", None))
 
     def attend_plain(
         self,
@@ -249,7 +251,7 @@ class CompressedAttentionMixin(nn.Module):
         cos, sin = (table * scale for table in rotary)
         query, key = self.rotate_query(query, cos, sin), rotate(key, cos, sin)
         query = self.compressor.without_decision(query, key.shape[1], multiplier)
-        return causal_attention(query, key, value, self.scaling, documents)
+        return causal_attention(query, key, value, self.scaling, documents, getattr(self, "sinks", None))
 
     def attend_parallel(
         self,
@@ -288,6 +290,7 @@ class CompressedAttentionMixin(nn.Module):
             keep_top=config.action == "merge",
             hidden=hidden,
             documents=documents,
+            sinks=getattr(self, "sinks", None),
         )
 
 

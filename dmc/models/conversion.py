@@ -57,10 +57,13 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)
-    for layer in {layer.self_attn.rotates: layer.self_attn.layer_idx for layer in compressed.model.layers}.values():
+    for layer in {
+        layer.self_attn.rotates: layer.self_attn.layer_idx for layer in compressed.compressed_layers
+    }.values():
         check_layer(model_type, compressed.config.to_json_string(), layer)
-    share = compression.share_of_norm(compressed.model.layers[0].self_attn.head_dim)
-    if compressed.model.layers[0].self_attn.normalizes and compression.borrows_key_neuron and share >= 0.01:
+    attention = compressed.compressed_layers[0].self_attn
+    share = compression.share_of_norm(attention.head_dim)
+    if attention.normalizes and compression.borrows_key_neuron and share >= 0.01:
         warnings.warn(
             f"{model_type} normalizes its keys, and a borrowed neuron is read after that: a token that is merged or "
             f"dropped loses {share:.0%} of its key's squared norm. gate_input=hidden costs nothing, "

@@ -18,10 +18,11 @@ from dmc.models.modeling import CompressedCausalLM, CompressedConfigMixin
 from dmc.models.rotation import Rotation
 
 TABLE = (
-    "Apertus", "Arcee", "BitNet", "Cohere", "Cwm", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "FlexOlmo", "Gemma", "Glm",
-    "Glm4", "Glm4Moe", "Granite", "GraniteMoe", "GraniteMoeShared", "HYV3", "Helium", "HunYuanDenseV1", "HunYuanMoEV1",
-    "HyperCLOVAX", "Jais2", "Llama", "MiniMaxM2", "Ministral3", "Mistral", "Mixtral", "Olmo", "Olmo2",
-    "Olmoe", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
+    "Apertus", "Arcee", "BitNet", "Cohere", "Cohere2", "Cwm", "Dots1", "Ernie4_5", "Ernie4_5_Moe", "Exaone4",
+    "FlexOlmo", "Gemma", "Gemma3", "Glm", "Glm4", "Glm4Moe", "GptOss", "Granite", "GraniteMoe", "GraniteMoeShared",
+    "Helium", "HunYuanDenseV1", "HunYuanMoEV1", "HyperCLOVAX", "HYV3", "Jais2", "Llama", "MiniMaxM2", "Ministral",
+    "Ministral3", "Mistral", "Mixtral", "Olmo", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3",
+    "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
 )  # fmt: skip
 """Names that begin the stock classes: `LlamaConfig`, `LlamaAttention`, `LlamaForCausalLM`."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM
 
-from dmc.compression import CompressionConfig
+from dmc.compression import CompressionConfig, full_attention_tables
 from dmc.models.families import FAMILIES
 from dmc.models.masked_attention import as_on
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 """Largest difference of outputs in float32, relative to their largest."""
 UNDERSTOOD = {
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "query_layernorm", "key_layernorm",
-    "attn_sub_norm",
+    "attn_sub_norm", "sinks",
 }  # fmt: skip
 """Names in an attention layer that the one forward knows."""
 
@@ -77,7 +77,7 @@ def _outputs(layer: nn.Module, modeling: Any, config: Any) -> Tensor:
     (rotary_class,) = (value for name, value in vars(modeling).items() if name.endswith("RotaryEmbedding"))
     positions = torch.arange(NUM_TOKENS)[None]
     causal = torch.full((NUM_TOKENS, NUM_TOKENS), -torch.inf).triu(1)[None, None]
-    rotary = rotary_class(config)(states, positions)
+    rotary = full_attention_tables(rotary_class(config), states, positions)
     output: Tensor = layer(states, position_embeddings=rotary, attention_mask=causal, position_ids=positions)[0]
     return output
 

@@ -15,11 +15,11 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dmc.compression import CompressionConfig, Compressor
-from dmc.compression.full_attention import refuse_other_attention
+from dmc.compression import CompressedCache, CompressionConfig, Compressor, full_attention_tables
+from dmc.compression.full_attention import layer_windows, refuse_other_attention, refuse_windows_alone
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
-from dmc.models.masked_attention import Documents, causal_attention
+from dmc.models.masked_attention import Documents, causal_attention, window_attention
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
@@ -33,13 +33,63 @@ positions restart.
 """
 
 
-def refuse_attention(*_: Any, **__: Any) -> None:
-    """Stand for the attention of compressed models where transformers asks for a function by name.
+def attend_in_window(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    paged_cache: CompressedCache | None = None,
+    documents: Documents | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a compressed model's layers with a window, which have no gates and keep their stock projections.
 
+    Args:
+        module: stock attention layer.
+        query: rotated queries, [B, H_q, T, D].
+        key: rotated keys, [B, H, T, D].
+        value: values, [B, H, T, D].
+        attention_mask: none.
+        scaling: factor on the scores.
+        sliding_window: W; a query sees the last W tokens, its own included.
+        s_aux: attention sinks, [H_q]; None: there are none.
+        padding_mask: True at real tokens, [B, past + T]; None: no padding.
+        paged_cache: cache of `generate` or of the engine; None: the sequences are whole.
+        documents: bounds of documents; None: a sequence is one.
+    Returns:
+        [B, T, H_q, D], and no weights.
     Raises:
-        RuntimeError: always: another model has called it.
+        RuntimeError: another model has called it, in a layer without a window.
     """
-    raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
+    if sliding_window is None:
+        raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
+    if paged_cache is not None:
+        states = query, key, value
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        attended = attend_cached_window(paged_cache, index, states, scaling, padding_mask, s_aux)
+    else:
+        hidden = None if padding_mask is None else ~padding_mask
+        options = {"hidden": hidden, "documents": documents, "sinks": s_aux}
+        attended = window_attention(query, key, value, scaling, sliding_window, **options)  # type: ignore[arg-type]
+    return attended.transpose(1, 2), None
+
+
+@torch.compiler.disable
+def attend_cached_window(
+    cache: CompressedCache,
+    layer_index: int,
+    states: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    padding_mask: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend through a cache; no part of compiled layers, as `CompressedAttentionMixin.attend_cached`."""
+    return cache.attend_plain(layer_index, *states, scaling, padding_mask, sinks)
 
 
 def attend_unpadded(
@@ -50,6 +100,8 @@ def attend_unpadded(
     attention_mask: None,
     context_ranks: Ranks = ALONE,
     documents: Documents | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
@@ -62,23 +114,33 @@ def attend_unpadded(
         attention_mask: none.
         context_ranks: processes that divide each sequence.
         documents: those of whole sequences, as a compressed model sees them; None: a sequence is one.
+        sliding_window: number of last tokens that a query sees; None: all.
+        s_aux: attention sinks, [H_q]; None: there are none.
         options: of transformers' function.
     Returns:
         [B, T, H_q, D], and no weights.
     Raises:
-        NotImplementedError: dropout within documents.
+        NotImplementedError: dropout within documents or windows.
     """
     query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in (query, key, value))
-    if documents is None:
+    is_full = sliding_window is None or sliding_window >= query.shape[2]
+    if documents is None and is_full and s_aux is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     else:
         if options.get("dropout"):
-            raise NotImplementedError(f"attention_dropout={options['dropout']} with documents: set it to 0")
-        attended = causal_attention(query, key, value, options["scaling"], documents).transpose(1, 2)
+            what = "documents, windows or sinks"
+            raise NotImplementedError(f"attention_dropout={options['dropout']} with {what}: set it to 0")
+        if is_full:
+            attended = causal_attention(query, key, value, options["scaling"], documents, s_aux).transpose(1, 2)
+        else:
+            assert sliding_window is not None
+            attended = window_attention(
+                query, key, value, options["scaling"], sliding_window, documents=documents, sinks=s_aux
+            ).transpose(1, 2)
     return context_ranks.all_to_all(attended, 1, 2), None
 
 
-AttentionInterface.register(ATTENTION_NAME, refuse_attention)
+AttentionInterface.register(ATTENTION_NAME, attend_in_window)
 AttentionInterface.register(UNPADDED_ATTENTION, attend_unpadded)
 
 
@@ -110,10 +172,10 @@ class CompressedConfigMixin:
 
 
 class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
-    """Mixed in before a stock `*ForCausalLM`: every `self_attn` becomes the family's compressed attention.
+    """Mixed in before a stock `*ForCausalLM`: the `self_attn` of layers with full attention becomes compressed.
 
     Raises:
-        NotImplementedError: see `refuse_other_attention`.
+        NotImplementedError: see `refuse_other_attention`; or no layer has full attention.
         ValueError: the head cannot lend a neuron.
     """
 
@@ -123,12 +185,19 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_other_attention(config)
+        refuse_windows_alone(config)
         config._attn_implementation = ATTENTION_NAME
         super().__init__(config, *args, **kwargs)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = self.attention_class(config, index)
+        for index, window in enumerate(layer_windows(config)):
+            if window is None:
+                self.model.layers[index].self_attn = self.attention_class(config, index)
         with_token_losses(self)
         self.post_init()
+
+    @property
+    def compressed_layers(self) -> list[Any]:
+        """The decoder layers with gates: those with full attention."""
+        return [layer for layer in self.model.layers if isinstance(layer.self_attn, CompressedAttentionMixin)]
 
     @property
     def ranks(self) -> Ranks:
@@ -138,7 +207,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
     @ranks.setter
     def ranks(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        for layer in self.model.layers:
+        for layer in self.compressed_layers:
             layer.self_attn.compressor.ranks = ranks
 
     @property
@@ -150,7 +219,7 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
     def compression(self, compression: CompressionConfig) -> None:
         check_gates(self.config, compression)
         self.config.compression = compression.to_dict()
-        for layer in self.model.layers:
+        for layer in self.compressed_layers:
             layer.self_attn.compressor = Compressor(compression, layer.self_attn.head_dim, self.ranks)
 
     def rotary_tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,8 +227,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
         States that still hold the neuron may be rotated: its partner channel takes nothing from it.
         """
-        attention, like = self.model.layers[0].self_attn, self.model.embed_tokens.weight
-        rotary = self.model.rotary_emb(like, position_ids)
+        attention, like = self.compressed_layers[0].self_attn, self.model.embed_tokens.weight
+        rotary = attention.rotation.whole(full_attention_tables(self.model.rotary_emb, like, position_ids))
         cos, sin = attention.rotation.tables(rotary, attention.head_dim, like.dtype)
         scale = attention.compressor.neuron_scale(0.0, cos)
         return cos * scale, sin * scale * scale.roll(len(scale) // 2)
@@ -172,8 +241,10 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         compression = self.compression
         if not compression.borrows_neuron:
             return
-        rotated = 2 * len(self.model.rotary_emb.inv_freq)
-        for layer in self.model.layers:
+        rotary = self.model.rotary_emb
+        angles = rotary.full_attention_inv_freq if hasattr(rotary, "full_attention_inv_freq") else rotary.inv_freq
+        rotated = 2 * len(angles)
+        for layer in self.compressed_layers:
             attention = layer.self_attn
             dim, fused = attention.head_dim, hasattr(attention, "qkv_proj")
             first = attention.rotation.channel(compression.neuron_index, dim, rotated)
@@ -243,6 +314,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                     "the other; pad on the left, or pass position_ids=attention_mask.cumsum(-1) - 1 (those of "
                     "the new tokens), as generate() does"
                 )
+        if past_key_values is not None:
+            kwargs["paged_cache"] = past_key_values  # where layers with a window find it
         if position_ids is None and self.context_ranks.size > 1:  # keys are rotated where a rank has all tokens
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # type: ignore[union-attr]
         return super().forward(
@@ -297,6 +370,7 @@ def check_gates(config: Any, compression: CompressionConfig) -> None:
         NotImplementedError: see `refuse_other_attention`.
     """
     refuse_other_attention(config)
+    refuse_windows_alone(config)
     Compressor(compression, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     if config.model_type.startswith("dmc_"):
         before = CompressionConfig.from_dict(config.compression)

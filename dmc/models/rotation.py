@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Rotation:
     """Whether channel 2i rotates with 2i + 1; else i with i + R/2."""
     repeats: bool
     """Whether the columns of the family's tables have each angle twice in turn; else all angles, then all again."""
+    has_half_tables: bool = False
+    """Whether the family's tables have each angle once."""
 
     @classmethod
     def of(cls, apply: Callable[..., Any]) -> Rotation:
@@ -33,6 +35,11 @@ class Rotation:
         Raises:
             ValueError: neither halves nor neighbors.
         """
+        try:
+            apply(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8), torch.ones(1, 1, 8), torch.ones(1, 1, 8))
+        except RuntimeError:  # of another number of columns
+            double = cls.of(lambda query, key, cos, sin: apply(query, key, cos[..., :4], sin[..., :4]))
+            return replace(double, has_half_tables=True)
         channels = torch.arange(8.0).view(1, 1, 1, 8)
         zeros, ones = torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
         turned = apply(channels, channels, zeros, ones)[1].flatten().tolist()
@@ -41,6 +48,11 @@ class Rotation:
             if turned == expected:
                 return cls(neighbors, repeats=neighbors and columns[2] == 2)
         raise ValueError(f"channels 0 to 7 of a head turn into {turned}")
+
+    def whole(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the family's cos and sin with as many columns, [B or 1, T, R], as channels rotate."""
+        cos, sin = rotary
+        return (cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self.has_half_tables else rotary
 
     def _order(self, head_dim: int, rotated: int) -> list[slice]:
         """Return the channels of the places by halves, as slices of a head."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
 from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
@@ -98,6 +99,10 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, Cut]:
                 cuts[f"model.{name}.{key}"] = OUTPUT
                 setattr(linear, key, nn.Parameter(ranks.chunk(parameter.detach(), OUTPUT).clone(), requires_grad=False))
             linear.out_features = linear.weight.shape[0]
+    for name, sinks in [(name, sinks) for name, sinks in model.named_parameters() if name.endswith(".sinks")]:
+        cuts[name] = OUTPUT  # one for each query head
+        share = nn.Parameter(ranks.chunk(sinks.detach(), OUTPUT).clone(), requires_grad=False)
+        model.get_submodule(name.rpartition(".")[0]).sinks = share
     model.ranks = ranks
     return cuts
 
@@ -130,7 +135,7 @@ def check_norms(model: Any) -> None:
 
 
 def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
-    """Raise ValueError where heads or neurons of a transformers configuration cannot be divided evenly.
+    """Raise ValueError where heads or neurons of a transformers configuration, or its windows, cannot be divided.
 
     Args:
         config: the configuration.
@@ -142,6 +147,13 @@ def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
         raise ValueError(
             f"the heads of this {config.model_type} model cannot be divided among {num_ranks} tensor parallel ranks: "
             f"transformers' plan for it leaves self_attn whole; use one tensor parallel rank"
+        )
+    windows = layer_windows(config)
+    if context_size > 1 and any(windows):  # stock layers rotate their own tokens, before ranks exchange heads
+        layer, window = next((layer, window) for layer, window in enumerate(windows) if window)
+        raise ValueError(
+            f"layer {layer} of this {config.model_type} model has a sliding window of {window} tokens, which "
+            "context_parallel_size > 1 does not divide: use tensor_parallel_size"
         )
     among = {"num_key_value_heads": context_size, "num_attention_heads": context_size, "intermediate_size": 1}
     if getattr(config, "moe_intermediate_size", None):

@@ -234,7 +234,7 @@ class Eviction(CacheAttention):
     ) -> Tensor:
         """Attend from prompt tokens, and add what entries receive to the sums."""
         layer = self.cache.layer(layer_index)
-        pages, options = (layer.key_pages, layer.value_pages, layer.block_tables), (layer.scales, True)
+        pages, options = (layer.key_pages, layer.value_pages, layer.block_tables), (layer.scales, True, layer.sinks)
         attended, lse = self.backend.prefill_attention(query, *pages, batch, seen, scaling, *options)
         columns, squares = self.backend.attention_received(query, layer, batch, seen.slots, scaling, lse)
         received = {"mass": columns.mean(2), "squares": squares}

@@ -15,7 +15,7 @@ from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_slots, places
-from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.kernels.probabilities import QUERY_BLOCK, softmax_with_sinks
 from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.reading import ReadingPolicy, top_positions
 
@@ -182,7 +182,7 @@ class InfLLMAttention(CacheAttention):
                 is_far = (far[:, None] >= 0) & (far[:, None] <= at - local)
                 beyond = _scores(far_query[:, :, block], far_key).masked_fill(~is_far[:, None, None], -torch.inf)
                 scores = torch.cat((scores, beyond), dim=-1)
-            weights = scores.softmax(-1)  # [S, H, group, queries, keys]
+            weights = softmax_with_sinks(scores, layer.sinks)  # [S, H, group, queries, keys]
             outputs.append((weights @ value[:, :, None]).flatten(1, 2))
             received += (weights[..., : near.shape[1]].mean(2) * in_window[:, None]).sum(2)
         place = places(tables, where[:, None], layer.block_size)

@@ -18,7 +18,8 @@ from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
-from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.kernels.probabilities import QUERY_BLOCK, softmax_with_sinks
+from dmc.kernels.windows import window_attention
 from dmc.policies.base import Sum, above_all
 from dmc.policies.budgets import keep_top
 from dmc.policies.eviction import Eviction, EvictionPolicy
@@ -116,7 +117,9 @@ class Reconstruction(Eviction):
             rows, num_tokens, tokens = prompt.rows, prompt.num_tokens, self.tokens[prompt.row]
             for begin in range(int(scored[0, prompt.row]), num_tokens, policy.chunk):  # forks share what is scored
                 end = min(begin + policy.chunk, num_tokens)
-                repetition = Repetition(cache, self.backend, rows, prompt.longest, range(begin, end), policy.sinks)
+                repetition = Repetition(
+                    cache, self.backend, rows, num_tokens, prompt.longest, range(begin, end), policy.sinks
+                )
                 feed([*policy.instruction, *tokens[max(0, begin - policy.lead) : end]], num_tokens, repetition)
             scored[:, prompt.row] = num_tokens
             scores = [self._scores(layer, prompt, count) for layer, count in zip(layers, prompt.longest, strict=True)]
@@ -143,17 +146,33 @@ class Repetition:
     backend: ModuleType
     rows: Tensor
     """Cache row of the sequence, int64 [1]."""
+    num_seen: int
+    """Number of its tokens."""
     num_entries: list[int]
-    """Entries of each layer's longest head."""
+    """Entries of the longest head of each layer without a window."""
     chunk: range
     """Positions of the tokens that are repeated."""
     sinks: int
 
-    def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend_plain(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from [1, H_q, T, D], already rotated, to the cache and to keys [1, H, T, D] up to the query's own."""
-        layer = self.cache.layer(layer_index)
+        index = self.cache.layout.places[layer_index]
+        layer, ring = self.cache.layer(index), self.cache.layout.window_of(index)
+        if ring is not None:
+            batch = ForwardBatch([int(self.rows)], [self.num_seen], [query.shape[2]], query.device)
+            states, tokens = query[0].transpose(0, 1), NewTokens(key[0].transpose(0, 1), value[0].transpose(0, 1))
+            return window_attention(states, layer, batch, tokens, ring, scaling).transpose(0, 1)[None]
         tables = layer.block_tables[self.rows]
-        num_entries, num_new = self.num_entries[layer_index], query.shape[2]
+        num_entries, num_new = self.num_entries[index], query.shape[2]
         positions = self.backend.read_metadata(layer, self.rows, ["position"], num_entries)[0]
         exists, is_sink = positions >= 0, (positions >= 0) & (positions < self.sinks)
         keys, values = (
@@ -175,7 +194,8 @@ class Repetition:
             block = grouped[:, :, begin : begin + QUERY_BLOCK]
             ahead = order > order[begin : begin + block.shape[2], None]
             hidden = torch.cat((~exists[0][:, None].expand(-1, len(ahead), -1), ahead.expand(len(keys), -1, -1)), -1)
-            weights = (block @ keys[:, None].transpose(-1, -2)).masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+            scores = (block @ keys[:, None].transpose(-1, -2)).masked_fill_(hidden[:, None], -torch.inf)
+            weights = softmax_with_sinks(scores[None], layer.sinks)[0]
             output, among = (weights @ values[:, None]).split((query.shape[-1], 1), dim=-1)
             outputs.append(output)
             best = torch.maximum(best, (weights[..., :num_entries] / among.clamp_min(1e-30)).amax((1, 2)))

@@ -15,6 +15,8 @@ from torch import Tensor
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
+from dmc.kernels.reference import as_read
+from dmc.kernels.windows import window_attention
 
 RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Position ids [S, n] -> cos, sin [S, n, D]."""
@@ -48,6 +50,9 @@ class Cache(Protocol):
     def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
         """Append (or merge) tokens in a layer; return the keys that their queries see."""
 
+    def append_to_ring(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> None:
+        """Write tokens over those that have left the window of a layer."""
+
 
 class CacheAttention:
     """Appends or merges new tokens as the gates decide, if there are any, and attends to all entries.
@@ -80,6 +85,26 @@ class CacheAttention:
         def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
             seen = self.append(layer_index, part, tokens.part(where))
             return self.attend_to_all(layer_index, part, query[where], seen, scaling)
+
+        return self.by_part(batch.by_count, query, attend_part)
+
+    def attend_in_window(
+        self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float
+    ) -> Tensor:
+        """Run attention in a layer with a window, which gates and policies leave alone; see `attend`."""
+        window = self.cache.layout.window_of(layer_index)
+        assert window is not None
+
+        def attend_part(part: ForwardBatch, where: Tensor | slice) -> Tensor:
+            new, attended = tokens.part(where), None
+            if part.most_new > 1:
+                layer = self.cache.layer(layer_index)
+                attended = window_attention(query[where], layer, part, as_read(layer, new), window, scaling)
+            self.cache.append_to_ring(self.backend, layer_index, part, new)
+            if attended is None:
+                num_scores = self.whole_pages(window)
+                attended = self.attend_once(layer_index, part, query[where], scaling, num_scores=num_scores)
+            return attended
 
         return self.by_part(batch.by_count, query, attend_part)
 
@@ -134,13 +159,16 @@ class CacheAttention:
             return attended
         layer = self.cache.layer(layer_index)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales)
+        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales, sinks=layer.sinks)
         return attended
 
     def attend_once(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float, **options: Any) -> Any:
         """Attend from one token of each sequence, [S, H_q, D]; with `return_scores` also [S, H_q, num_scores]."""
         layer = self.cache.layer(layer_index)
-        pages, options = (layer.key_pages, layer.value_pages, layer.block_tables), {"rows": batch.row_index, **options}
+        pages, options = (
+            (layer.key_pages, layer.value_pages, layer.block_tables),
+            {"rows": batch.row_index, "sinks": layer.sinks, **options},
+        )
         return self.backend.paged_attention(query, *pages, layer.lengths, scaling, scales=layer.scales, **options)
 
     def whole_pages(self, num_slots: int) -> int:

@@ -7,6 +7,7 @@ where the entries lie.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
@@ -252,8 +253,8 @@ class OmniKVAttention(CacheAttention):
         num_chosen = [self.policy.num_chosen(end) for end in batch.prompt_ends]
         parts = self._placement.append_prompt(layer_index, batch, tokens, num_chosen)
         if self._prefill is not None:
-            return self._prefill.attend(parts, query, scaling)
-        attend = self.backend.prefill_attention
+            return self._prefill.attend(parts, query, scaling, self.cache.layer(layer_index).sinks)
+        attend = functools.partial(self.backend.prefill_attention, sinks=self.cache.layer(layer_index).sinks)
         return torch.cat([attend(query[part.span], *part.pages, part.batch, part.seen, scaling) for part in parts])
 
     def _read_choice(
@@ -354,7 +355,7 @@ class SparsePrefill:
             chunks, rows = self._chunks(batch.begins[i], query[span]), batch.row_index[i : i + 1]
             self._chosen.append([self._choose(layer, rows, begin, chunk, scaling) for begin, chunk in chunks])
 
-    def attend(self, parts: list[PromptPart], query: Tensor, scaling: float) -> Tensor:
+    def attend(self, parts: list[PromptPart], query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         """Attend in a sparse layer from each chunk to its chosen tokens and to its own, [T, H_q, D]."""
         attended, chosen = [], iter(self._chosen)
         for part in parts:
@@ -374,6 +375,7 @@ class SparsePrefill:
                             ForwardBatch([0], [first], [len(chunk)], query.device),
                             VisibleKeys(seen),
                             scaling,
+                            sinks=sinks,
                         )
                     )
         return torch.cat(attended)

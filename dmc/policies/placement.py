@@ -96,6 +96,7 @@ class DevicePlacement:
             places(layer.block_tables[batch.row_index], positions[:, None], layer.block_size).int(),
             lengths.expand(-1, layer.lengths.shape[1]),
             scaling,
+            sinks=layer.sinks,
         )
         return attended
 

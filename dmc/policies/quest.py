@@ -141,5 +141,7 @@ class QuestAttention(CacheAttention):
         lengths = (counts - 1) * size + batch.positions[:, None] % size + 1
         pages = small_pages(layer.key_pages, size), small_pages(layer.value_pages, size)
         tables = ids.gather(2, chosen).int()
-        attended: Tensor = self._page_backend.paged_attention(query, *pages, tables, lengths.int(), scaling)
+        attended: Tensor = self._page_backend.paged_attention(
+            query, *pages, tables, lengths.int(), scaling, sinks=layer.sinks
+        )
         return attended

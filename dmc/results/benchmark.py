@@ -214,7 +214,7 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
     """Submit more prompts than fit into `config.memory` bytes and count how many decode at the same time."""
     assert config.memory is not None
     layout = make_engine(model, 1, config).cache.layout
-    blocks = layout.num_layers * layout.num_kv_heads * -(-config.prompt_length // config.block_size)
+    blocks = layout.most_blocks(config.prompt_length, config.block_size)
     most = 2 + int(1.5 * ratio * config.memory / (blocks * layout.block_bytes(config.block_size)))
     chunk = 8 * config.block_size  # a chunk reserves uncompressed room for its tokens
     engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)

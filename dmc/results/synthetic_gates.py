@@ -46,7 +46,7 @@ def set_synthetic_gates(model: Any, ratio: float, seed: int = 0) -> None:
     check_ratio(ratio, "ratio")
     generator = torch.Generator().manual_seed(seed)
     config = model.compression
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(model.compressed_layers):
         attention = layer.self_attn
         kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
         share = 1 + min(SPREAD, ratio - 1) * (2 * (torch.arange(kv_heads) + 0.5) / kv_heads - 1)

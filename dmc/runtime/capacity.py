@@ -51,7 +51,8 @@ def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size
         ValueError: the ratio is below 1.
     """
     slots = slots_after(layout, num_tokens, ratio)
-    heads, width = layout.num_layers * layout.num_kv_heads, FIRST_TABLE_BLOCKS
+    width, held = FIRST_TABLE_BLOCKS, layout.num_layers * -(-slots // block_size)
+    held += sum(-(-min(num_tokens, ring) // block_size) for ring in layout.rings)
     for fed in (*range(PASS_TOKENS, num_tokens, PASS_TOKENS), num_tokens):  # a table has room for a head that keeps all
         wanted = -(-fed // block_size)
         width = width if wanted <= width else max(wanted, 2 * width)
@@ -61,7 +62,7 @@ def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size
             shape = (*field.shape[:-1], width) if field.name == "block_tables" else field.shape
             layers = layout.num_layers if field.num_layers is None else field.num_layers
             rows += layers * math.prod(shape) * field.dtype.itemsize
-    return heads * -(-slots // block_size) * layout.block_bytes(block_size) + rows
+    return layout.num_kv_heads * held * layout.block_bytes(block_size) + rows
 
 
 def capacities(

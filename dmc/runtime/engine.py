@@ -31,11 +31,6 @@ SECONDS_BEFORE_BAR = 3
 """A shorter run shows no progress bar unless one was requested."""
 
 
-def blocks_of(layout: CacheLayout, block_size: int, num_tokens: int) -> int:
-    """Return the blocks of a sequence whose every token is appended: the worst case of a compressed cache."""
-    return -(-num_tokens // block_size) * layout.num_layers * layout.num_kv_heads
-
-
 def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_policy: bool) -> int | None:
     """Return the blocks of the pool that `memory=` asks for; None: it grows."""
     context, rows, budget = context_length(config), options.max_batch_size, options.token_budget
@@ -45,10 +40,12 @@ def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_po
         largest_pass = min(largest_pass, budget + (context if has_policy else 0))
     activations = Activations.of(config, layout, largest_pass, num_logits, shows_attention=has_policy)
     block = layout.block_bytes(options.block_size)
-    most = rows * blocks_of(layout, options.block_size, context) * block
+    most = rows * layout.most_blocks(context, options.block_size) * block
     gates = None if layout.policy_fields else layout.compression
     ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
-    tables = Tables(table * most // (rows * block), table * ratio / block)
+    longest = len(layout.places) * layout.num_kv_heads * -(-context // options.block_size)
+    table_per_block = table * ratio * len(layout.places) / max(layout.num_layers, 1)  # those of rings are as wide
+    tables = Tables(table * longest, table_per_block / block)
     limit = pool_bytes(options.memory, layout.device, most, activations, tables)
     return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 

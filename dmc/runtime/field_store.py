@@ -15,7 +15,7 @@ class FieldStore:
 
     Args:
         fields: the declared fields.
-        num_layers: layers of the model.
+        num_layers: layers that keep a row's field, if it does not say.
         num_rows: number of sequences.
         num_blocks: blocks of the pool.
         block_size: slots of a block.

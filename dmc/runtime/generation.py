@@ -29,9 +29,11 @@ class GenerationStats:
     tokens_seen: int
     """Tokens fed, earlier turns of a session included: all but the last one generated, which is not fed."""
     slots: Tensor
-    """Entries held per layer and KV head, raw recent tokens included, int64 [L, H]."""
+    """Entries held per layer without a window and KV head, raw recent tokens included, int64 [L, H]."""
     achieved_ratio: float
-    """tokens_seen * L * H / sum(slots), >= 1 for a compressed cache."""
+    """tokens_seen * L * H / sum(slots), >= 1 for a compressed cache; 1 for a model whose layers all have a window."""
+    bytes_ratio: float
+    """Bytes of the entries and windows of a cache that compresses nothing, over `bytes_used`."""
     bytes_used: int
     """Bytes of slots and state: ring buffers, means and tables included."""
     bytes_allocated: int
@@ -61,24 +63,28 @@ class GenerationStats:
         layout = cache.layout
         if row is None:
             slots = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, dtype=torch.long)
-            return cls(0, slots, 0.0, 0, 0, 0, num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
+            return cls(0, slots, 0.0, 0.0, 0, 0, 0, num_preemptions, 0.0, slots.double(), 0.0, 0.0, 0)
         slots, used, allocated = cache.slots(row), cache.bytes_used(row), cache.bytes_allocated(row)
         tokens_seen = int(cache.tokens_seen[row])
         recent = min(tokens_seen, layout.delay)
-        entries, blocks, most = cache.tally.beyond(row, held, cache.lengths[:, row])
+        entries, blocks, most = cache.tally.beyond(row, held, cache.all_lengths[:, row])
+        of_full, num_full = entries[: layout.num_layers].cpu(), layout.num_layers * tokens_seen
+        stock = layout.ranks.all_reduce(layout.num_kv_heads * layout.entry_bytes)
+        stock *= num_full + sum(min(tokens_seen, ring) for ring in layout.rings)
         if not held.positions:
             held = Held(1, tokens_seen, recent)
-        ranks, block, number = layout.ranks, cache.block_bytes, held.positions
+        ranks, block, number, total = layout.ranks, cache.block_bytes, held.positions, int(slots.sum())
         return cls(
             tokens_seen=tokens_seen,
             slots=slots,
-            achieved_ratio=achieved_ratio(tokens_seen, slots.shape[0], slots.shape[1], int(slots.sum())),
+            achieved_ratio=achieved_ratio(tokens_seen, len(slots), slots.shape[1], total) if layout.num_layers else 1.0,
+            bytes_ratio=stock / used,
             bytes_used=used,
             bytes_allocated=allocated,
             bytes_fast=cache.bytes_fast(row),
             num_preemptions=num_preemptions,
             mean_tokens_seen=held.tokens / number,
-            mean_slots=slots + ranks.all_gather(entries.cpu(), -1).double() / number + held.recent / number - recent,
+            mean_slots=slots + ranks.all_gather(of_full, -1).double() / number + held.recent / number - recent,
             mean_bytes_used=used + ranks.all_reduce(int(entries.sum())) * block / cache.block_size / number,
             mean_bytes_allocated=allocated + ranks.all_reduce(blocks) * block / number,
             peak_bytes_allocated=allocated + ranks.all_reduce(most) * block,

@@ -41,23 +41,51 @@ class PagedGenerationCache(Cache):
 
     @override
     def attend(
-        self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
+        self,
+        layer_index: int,
+        tokens: DecidedTokens,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        if layer_index == 0:
-            self._begin(tokens.value, attention_mask)
-        assert self._forward is not None and self._real is not None
-        real = self._real
-        names = ("query", "key", "value", "decisions", "omega")
+        forward, real = self._pass(layer_index, tokens.value, attention_mask)
         flat = copy.copy(tokens)
-        for name in names:
+        for name in ("query", "key", "value", "decisions", "omega"):
             setattr(flat, name, _flatten(getattr(tokens, name), real))
-        attended = torch.zeros_like(tokens.query)
-        attended.transpose(1, 2)[real] = self._forward.attend(layer_index, flat, scaling)[0].transpose(0, 1)
-        if layer_index == self._layout.num_layers - 1:
+        return self._padded(layer_index, tokens.query, forward.attend(layer_index, flat, scaling, sinks=sinks))
+
+    def attend_plain(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `CompressedCache`."""
+        forward, real = self._pass(layer_index, value, attention_mask)
+        flat_query, key, value = (_flatten(states, real) for states in (query, key, value))
+        attended = forward.attend_plain(layer_index, flat_query, key, value, scaling, sinks=sinks)
+        return self._padded(layer_index, query, attended)
+
+    def _pass(self, layer_index: int, value: Tensor, attention_mask: Tensor | None) -> tuple[PagedForward, Tensor]:
+        """Return the present pass, which the first layer begins, and which tokens are real, bool [B, T]."""
+        if layer_index == 0:
+            self._begin(value, attention_mask)
+        assert self._forward is not None and self._real is not None
+        return self._forward, self._real
+
+    def _padded(self, layer_index: int, query: Tensor, flat: Tensor) -> Tensor:
+        """Put a layer's output, [1, H_q, N, D], among the padding, [B, H_q, T, D]; the last layer ends the pass."""
+        assert self._forward is not None and self._real is not None and self.paged is not None
+        attended = torch.zeros_like(query)
+        attended.transpose(1, 2)[self._real] = flat[0].transpose(0, 1)
+        if layer_index == len(self._layout.places) - 1:
             self._forward.finish()
-            assert self.paged is not None
             self.paged.tokens_seen[self._forward.batch.rows] += torch.tensor(self._forward.batch.num_new)
-            self._num_columns += tokens.value.shape[2]
+            self._num_columns += query.shape[2]
         return attended
 
     def _begin(self, value: Tensor, attention_mask: Tensor | None) -> None:
@@ -77,12 +105,14 @@ class PagedGenerationCache(Cache):
         self._forward = PagedForward(self.paged, CacheAttention(self.paged, self._backend), new, self._rotary)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: only compressed attention layers can use this cache.
+        """Return the new tokens as they are: a layer with a window stores them when it attends, by `attend_plain`.
 
         Raises:
-            TypeError: always.
+            TypeError: the layer has none: only compressed attention layers can use this cache.
         """
-        raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
+        if self._layout.window_of(self._layout.places[layer_idx]) is None:
+            raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns fed so far, padding included: logical tokens, not slots."""

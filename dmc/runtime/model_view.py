@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dmc.compression import CompressionConfig, rotate
-from dmc.compression.full_attention import refuse_other_attention
+from dmc.compression import CompressionConfig, full_attention_tables, rotate
+from dmc.compression.full_attention import layer_windows, refuse_other_attention, rotates_full_layers
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import RotaryTables
@@ -65,17 +65,7 @@ def use_paged_attention(view: Any) -> None:
 
     No mask function is registered beside the attention function, so transformers builds no mask, whose size would be
     the square of a pass's tokens.
-
-    Raises:
-        NotImplementedError: the model has attention sinks, which configurations do not declare.
     """
-    for name, _ in view.named_parameters():
-        if name.rpartition(".")[2] in ("sink", "sinks"):
-            layer = next(filter(str.isdigit, name.split(".")), "?")
-            raise NotImplementedError(
-                f"layer {layer} of this {view.config.model_type} model has attention sinks ({name}), which the "
-                "paged cache does not serve"
-            )
     copied: dict[int, Any] = {}
     for module in view.modules():
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
@@ -168,7 +158,7 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
     """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy its fields.
 
     Raises:
-        NotImplementedError: a stock model's attention is not full causal attention.
+        NotImplementedError: a stock model's attention is neither full causal attention nor a window's.
     """
     config = model.config
     compression = getattr(config, "compression", None)
@@ -178,8 +168,9 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
     ranks = getattr(model, "ranks", ALONE)
     num_kv_heads = config.num_key_value_heads // ranks.size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = layer_windows(config)
     layout = CacheLayout(
-        num_layers=config.num_hidden_layers,
+        num_layers=windows.count(None),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=parameter.dtype,
@@ -187,6 +178,7 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
         compression=None if compression is None else CompressionConfig.from_dict(compression),
         ranks=ranks,
         num_query_heads=config.num_attention_heads // ranks.size,
+        windows=windows,
     )
     if policy is None:
         return layout
@@ -220,22 +212,30 @@ def fit_policy(
             f"prefill_chunk_size={prefill_chunk_size}: {type(policy).__name__} takes {chunk} tokens of a prompt "
             f"together; give a multiple of {chunk}, or None"
         )
-    return policy.fitted(model.config.num_hidden_layers, block_size)
+    num_layers = layer_windows(model.config).count(None)
+    if num_layers == 0:
+        raise ValueError(
+            f"policy={policy!r}: all layers of this {model.config.model_type} model have a window, and keep no more "
+            "than it; use policy=None"
+        )
+    return policy.fitted(num_layers, block_size)
 
 
 def rotary_of(model: Any) -> RotaryTables:
-    """Return the function that turns position ids [S, n] into a stock model's cos and sin, float32 [S, n, D].
+    """Return the function from position ids [S, n] to cos and sin of layers without a window, float32 [S, n, D].
 
     It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
     the policies that ask for tables would turn its keys wrongly.
     """
-    check = functools.cache(lambda: _check_rotates_by_halves(model))
+    check, head_dim = functools.cache(lambda: _check_rotates_by_halves(model)), layout_of(model).head_dim
 
     def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
         check()
         rotary = model.model.rotary_emb
-        cos, sin = rotary(torch.zeros((), device=position_ids.device), position_ids)
-        return cos / rotary.attention_scaling, sin / rotary.attention_scaling
+        cos, sin = full_attention_tables(rotary, torch.zeros((), device=position_ids.device), position_ids)
+        scale = getattr(rotary, "full_attention_attention_scaling", None) or rotary.attention_scaling
+        missing = head_dim // cos.shape[-1]  # some tables have each angle once, for both halves
+        return cos.repeat(1, 1, missing) / scale, sin.repeat(1, 1, missing) / scale
 
     return tables
 
@@ -251,8 +251,11 @@ def _check_rotates_by_halves(model: Any) -> None:
     partly = getattr(model.config, "partial_rotary_factor", None) or (model.config.rope_parameters or {}).get(
         "partial_rotary_factor", 1.0
     )
-    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1])
-    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, cos, sin)[1], turned):
+    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1]) and rotates_full_layers(model.config)
+    start = torch.zeros(1, 1, dtype=torch.long, device=layout.device)
+    width = full_attention_tables(model.model.rotary_emb, states, start)[0].shape[-1]
+    tables = cos[..., :width], sin[..., :width]
+    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, *tables)[1], turned):
         raise NotImplementedError(
             "the policy turns keys further by RoPE, which is written for models that rotate all channels of all "
             f"layers by halves, as Llama does; this {model.config.model_type} model does not"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -67,7 +68,7 @@ class PagedCache:
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
         if num_blocks is not None and recorded_length is not None:
-            fitting = num_blocks * self.expected_ratio / (layout.num_layers * layout.num_kv_heads)
+            fitting = num_blocks * self.expected_ratio / (len(layout.places) * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
@@ -75,8 +76,13 @@ class PagedCache:
             shape, sizes = (layout.num_kv_heads, 2, layout.head_dim), (layout.num_layers, max_sequences, block_size)
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, CopyStream(layout.device))
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        self.tally = Tally((*size, layout.num_kv_heads), block_size, layout.device)
+        shape = len(layout.places), size[1], layout.num_kv_heads
+        self.tally = Tally(shape, block_size, layout.device)
+        no_limit = torch.iinfo(torch.int64).max
+        limits = torch.tensor([no_limit] * layout.num_layers + list(layout.rings), device=layout.device)
+        self._limits = limits[:, None, None]  # entries that a head of each layer can come to
         self._layers: dict[int, LayerCache] = {}
+        self._sinks: dict[int, Tensor] = {}
         self.place = -1
         """Changes whenever tensors of the cache have moved."""
         self._move()
@@ -93,12 +99,17 @@ class PagedCache:
 
     @property
     def block_tables(self) -> Tensor:
-        """Blocks of each head in order, int32 [L, C, H, M]."""
-        return self.fields["block_tables"]
+        """Blocks of each head in order, int32 [L, C, H, M]: of layers without a window, as a policy counts them."""
+        return self.fields["block_tables"][: self.layout.num_layers]
 
     @property
     def lengths(self) -> Tensor:
-        """Slots in pages, int32 [L, C, H]."""
+        """Slots in pages of layers without a window, int32 [L, C, H]."""
+        return self.all_lengths[: self.layout.num_layers]
+
+    @property
+    def all_lengths(self) -> Tensor:
+        """Slots in pages of all layers, those with a window last, int32 [layers, C, H]."""
         return self.fields["lengths"]
 
     @property
@@ -127,7 +138,7 @@ class PagedCache:
         self._leave_row(row)
 
     def _leave_row(self, row: int) -> None:
-        self.lengths[:, row], self.tokens_seen[row] = 0, 0
+        self.all_lengths[:, row], self.tokens_seen[row] = 0, 0
         if self.slow is not None:
             self.slow.free(row)
         self._free_rows.append(row)
@@ -166,12 +177,14 @@ class PagedCache:
         """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
         if row is not None and self.layout.policy_fields:
             return self.blocks_held(row)
-        return self.layout.num_layers * self.layout.num_kv_heads
+        rings = sum(-(-ring // self.block_size) for ring in self.layout.rings)
+        return (self.layout.num_layers + rings) * self.layout.num_kv_heads
 
     def _share(self, tables: Tensor, lengths: Tensor) -> Tensor:
         """Hold blocks [L, H, M] once more; of those that a holder may write into it gets copies, in place.
 
-        Without a policy that is the block which the next entry goes into, or the last one may change in.
+        Without a policy that is the block which the next entry goes into, or the last one may change in; of layers with
+        a window every block.
         """
         if self.layout.policy_fields:
             closed = torch.zeros_like(lengths)
@@ -179,6 +192,7 @@ class PagedCache:
             closed = (lengths - 1).clamp_min(0) // self.block_size
         else:
             closed = lengths // self.block_size
+        closed[self.layout.num_layers :] = 0
         index = torch.arange(tables.shape[-1], device=tables.device)
         is_shared = index < closed[..., None]
         is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
@@ -196,7 +210,7 @@ class PagedCache:
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
         self.allocator.reset()
-        self.lengths.zero_()
+        self.all_lengths.zero_()
         self.tokens_seen.zero_()
         self._free_rows = list(range(len(self.tokens_seen) - 1, -1, -1))
         if self.slow is not None:
@@ -206,7 +220,7 @@ class PagedCache:
         self._fed_since_known.zero_()
 
     def _owned_blocks(self, row: int) -> Tensor:
-        return self._blocks_of(self.block_tables[:, row], self.lengths[:, row])
+        return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
 
     def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
         return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
@@ -222,10 +236,22 @@ class PagedCache:
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
+            sinks=self._sinks.get(index),
             entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
-            **{name: fields[name][index] for name in fields.names("row") if name not in of_policy},
+            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in of_policy},
         )
+
+    def set_sinks(self, index: int, sinks: Tensor | None) -> None:
+        """Let a layer's softmax count the sinks of its query heads, see `LayerCache`; those of the model itself."""
+        if sinks is not None and self._sinks.get(index) is not sinks:
+            self._sinks[index] = sinks
+            self._layers.pop(index, None)
+
+    def _of_layer(self, name: str, index: int) -> Tensor:
+        """Return a layer's part of a row's field; layers with a window have nothing to remember beside their pages."""
+        states = self.fields[name]
+        return states[index] if index < len(states) else states.new_empty(0)
 
     def fits(self, rows: list[int], num_new: list[int], others: int = 0) -> bool:
         """Whether feeding `num_new[i]` tokens to each row, and taking `others`, leaves none short.
@@ -242,7 +268,7 @@ class PagedCache:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
         self._count_free()
         left = self._known_free - self._blocks_needed(rows, num_new)
-        return max(left // (self.layout.num_layers * self.layout.num_kv_heads) * self.block_size, 1)
+        return max(left // (len(self.layout.places) * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
     def expected_ratio(self) -> float:
@@ -252,8 +278,7 @@ class PagedCache:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence is expected to hold of so many tokens, at the expected ratio."""
-        heads = self.layout.num_layers * self.layout.num_kv_heads
-        return heads * math.ceil(num_tokens / self.expected_ratio / self.block_size)
+        return self.layout.most_blocks(num_tokens, self.block_size, self.expected_ratio)
 
     def has_free(self, num_blocks: int) -> bool:
         """Whether so many blocks are free, on every rank; the device is asked as by `fits`."""
@@ -293,7 +318,9 @@ class PagedCache:
                 self._count_free()
         self._fed_since_known[rows] += num_new
         most_tokens = int((self.tokens_seen[rows] + num_new).max())
-        if (wanted := -(-most_tokens // self.block_size)) > (width := self.block_tables.shape[-1]):
+        if not self.layout.num_layers:
+            most_tokens = min(most_tokens, max(self.layout.rings))
+        if (wanted := -(-most_tokens // self.block_size)) > (width := self.fields["block_tables"].shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 
@@ -303,6 +330,14 @@ class PagedCache:
         seen: VisibleKeys = backend.append_or_merge(self.layer(layer_index), batch, tokens, self.layout.compression)
         self.tally.count(layer_index, batch, seen)
         return seen
+
+    def append_to_ring(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> None:
+        """Write tokens over those that have left the window of a layer."""
+        window = self.layout.window_of(layer_index)
+        assert window is not None
+        self.make_room([min(new, window) for new in batch.num_new])
+        seen = VisibleKeys(backend.append_to_ring(self.layer(layer_index), batch, tokens, window))
+        self.tally.count(layer_index, batch, seen)
 
     def make_room(self, num_new: list[int]) -> None:
         """Let a pool that grows hold so many more tokens of each of some sequences in one layer.
@@ -333,14 +368,16 @@ class PagedCache:
     def _blocks_needed(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> int:
         """Blocks that rows take for so many tokens each if all are appended; the most of any rank."""
         counts = torch.as_tensor(num_new, dtype=torch.long, device=self.lengths.device)
-        lengths = self.lengths[:, rows].long()
-        grown = -(-(lengths + counts[None, :, None]) // self.block_size)
+        lengths = self.all_lengths[:, rows].long()
+        grown = -(-(lengths + counts[None, :, None]).minimum(self._limits) // self.block_size)
         return self.layout.ranks.all_reduce(int((grown - -(-lengths // self.block_size)).sum()), "max")
 
     def _most_taken(self, num_computed_tokens: Tensor) -> int:
         """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
-        blocks = int((-(-num_computed_tokens // self.block_size)).sum())
-        return self.layout.num_layers * self.layout.num_kv_heads * blocks
+        blocks = self.layout.num_layers * int((-(-num_computed_tokens // self.block_size)).sum())
+        for ring, count in Counter(self.layout.rings).items():
+            blocks += count * int((-(-num_computed_tokens.clamp_max(ring) // self.block_size)).sum())
+        return self.layout.num_kv_heads * blocks
 
     def _count_free(self) -> None:
         """Ask the device, and the other ranks: all must decide alike what fits."""
@@ -369,7 +406,7 @@ class PagedCache:
         self._layers.clear()
         self.place += 1
         if self.scratch_row is not None:
-            self.block_tables[:, self.scratch_row, :, 0] = self.allocator.num_blocks
+            self.fields["block_tables"][:, self.scratch_row, :, 0] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.
@@ -387,7 +424,7 @@ class PagedCache:
         return held
 
     def slots(self, row: int) -> Tensor:
-        """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]."""
+        """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]; see `lengths`."""
         recent = min(int(self.tokens_seen[row]), self.layout.delay)
         elsewhere = 0 if self.slow is None else self.slow.not_in_pages(row)[:, None]
         return self.layout.ranks.all_gather(self.lengths[:, row].long().cpu(), -1) + recent + elsewhere
@@ -408,6 +445,6 @@ class PagedCache:
 
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""
-        slots = int(self.lengths[:, row].sum())
+        slots = int(self.all_lengths[:, row].sum())
         slow = 0 if self.slow is None else self.slow.bytes_used(row)
         return self.layout.ranks.all_reduce(slots * self.block_bytes // self.block_size + self.state_bytes + slow)

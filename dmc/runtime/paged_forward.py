@@ -26,6 +26,10 @@ HARMLESS = {
 """Keywords that do not change the attention's result, and why."""
 
 
+SINKS = ("sink", "sinks")
+"""Names of a layer's attention sinks, which it hands on as `s_aux`."""
+
+
 class PagedForward:
     """Implements `CompressedCache` for one forward pass; attention layers call it one after the other.
 
@@ -70,24 +74,30 @@ class PagedForward:
         Raises:
             NotImplementedError: layers did not use this cache.
         """
-        if self._num_attended < self.cache.layout.num_layers:
+        if self._num_attended < len(self.cache.layout.places):
             raise NotImplementedError(
-                f"{self._num_attended} of the model's {self.cache.layout.num_layers} layers have asked the paged "
+                f"{self._num_attended} of the model's {len(self.cache.layout.places)} layers have asked the paged "
                 "cache; the others keep another state, or attend in a way of their own, which it does not serve"
             )
 
     def attend(
-        self, layer_index: int, tokens: DecidedTokens, scaling: float, attention_mask: Tensor | None = None
+        self,
+        layer_index: int,
+        tokens: DecidedTokens,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `CompressedCache.attend`; batch size 1, all sequences in one flat row."""
         self._num_attended += 1
         batch = self.batch if tokens.rotates else self._unrotated
-        compression = self.cache.layout.compression
+        compression, place = self.cache.layout.compression, self.cache.layout.places[layer_index]
+        self.cache.set_sinks(place, sinks)
         decisions = flat(tokens.decisions)
         if compression is not None and compression.decisions == "fixed":
             decisions = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(decisions)
         if compression is not None and compression.decided_token == "previous":
-            decisions = self._handed_back(layer_index, decisions)
+            decisions = self._handed_back(place, decisions)
         new = NewTokens(flat(tokens.key), flat(tokens.value), decisions, flat(tokens.omega))
         query = self._rotate(flat(tokens.query), *batch.query_rotary)
         if tokens.query_scale is not None:
@@ -95,7 +105,7 @@ class PagedForward:
         if compression is not None and compression.gate_input == "query":
             heads, dim = query.shape[1:]
             query *= leader_scale(heads, dim, self.cache.layout.num_kv_heads, compression.neuron_index, query)
-        return self._attention.attend(layer_index, batch, query, new, scaling).transpose(0, 1)[None]
+        return self._attention.attend(place, batch, query, new, scaling).transpose(0, 1)[None]
 
     def _handed_back(self, layer_index: int, decisions: Tensor) -> Tensor:
         """Shift each decision, [T, H], to the token before: in this pass, or the last one that was held back."""
@@ -103,15 +113,28 @@ class PagedForward:
         ring[self.batch.row_index, :, (self.batch.positions[first] - 1) % ring.shape[-1]] = decisions[first]
         return decisions.roll(-1, 0).index_fill(0, self.batch.last, False)
 
-    def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Append every token and attend to all entries; query and key are already rotated, [1, heads, T, D].
+    def attend_plain(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        attention_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `CompressedCache.attend_plain`; batch size 1, all sequences in one flat row.
 
         Raises:
             NotImplementedError: layers do not come one after the other, or their heads are not the cache's.
         """
         self._check_plain(layer_index, query, key, value)
         tokens = NewTokens(flat(key), flat(value))
-        attended = self._attention.attend(layer_index, self.batch, flat(query), tokens, scaling)
+        place = self.cache.layout.places[layer_index]
+        self.cache.set_sinks(place, sinks)
+        has_window = self.cache.layout.window_of(place) is not None
+        attend = self._attention.attend_in_window if has_window else self._attention.attend
+        attended = attend(place, self.batch, flat(query), tokens, scaling)
         return attended.transpose(0, 1)[None]
 
     def _check_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -149,6 +172,7 @@ def stock_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the engine's cache; query and key are rotated already. No part of compiled layers.
@@ -158,32 +182,36 @@ def stock_attention(
     Returns:
         [1, T, H_q, D], and no weights.
     Raises:
-        NotImplementedError: the model asks for more than full causal attention, or does not hand on the cache.
+        NotImplementedError: the model asks for more than causal attention with the windows of its configuration, or
+            does not hand on the cache.
     """
     config: Any = module.config
     if sliding_window is not None and sliding_window >= config.max_position_embeddings:
         sliding_window = None
+    if paged_cache is None:
+        raise NotImplementedError(
+            f"this {config.model_type} model does not hand keywords on to its attention, so that its layers cannot "
+            "find the paged cache"
+        )
+    layout, index = paged_cache.cache.layout, int(module.layer_idx)  # type: ignore[arg-type]
+    declared = layout.window_of(layout.places[index])
     asked = {
         "attention_mask": attention_mask,
         "dropout": dropout or None,
         "is_causal": False if is_causal is False else None,
-        "sliding_window": sliding_window,
+        "sinks": None if s_aux is not None else next((name for name in SINKS if hasattr(module, name)), None),
+        "sliding_window": None if sliding_window == declared else str(sliding_window),
         **{name: value for name, value in kwargs.items() if name not in HARMLESS},
     }
     for name, wish in asked.items():
         if wish is not None:
             shown = tuple(wish.shape) if isinstance(wish, Tensor) else wish
             raise NotImplementedError(
-                f"layer {module.layer_idx} of this {config.model_type} model asks its attention for {name}={shown}, "
+                f"layer {index} of this {config.model_type} model asks its attention for {name}={shown}, "
                 "which the paged cache does not serve"
             )
-    if paged_cache is None:
-        raise NotImplementedError(
-            f"this {config.model_type} model does not hand keywords on to its attention, so that its layers cannot "
-            "find the paged cache"
-        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attended = paged_cache.attend_plain(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+    attended = paged_cache.attend_plain(index, query, key, value, scaling, sinks=s_aux)
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -73,7 +73,7 @@ class Activations:
         logits = of_token * (num_tokens if num_logits is None else num_logits)
         tokens = max(layer * num_tokens, states * num_tokens + logits)
         per_slot = 3 * 4 * QUERY_BLOCK * heads if shows_attention else 0
-        held = layout.num_layers * layout.num_kv_heads * layout.entry_bytes
+        held = layout.num_layers * layout.num_kv_heads * layout.entry_bytes or 1e-9  # windows do not grow
         largest = tokens + per_slot * config.max_position_embeddings
         shares = ((per_token + per_slot) / held for per_token in (max(layer, states + of_token), max(layer, states)))
         return cls(largest, logits, *shares)

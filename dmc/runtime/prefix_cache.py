@@ -28,8 +28,8 @@ class PrefixCache:
     """Keeps snapshots of sequences after a prefix, for others that begin alike; evicts the least recently used first.
 
     A gate's decision is a function of the tokens so far, so that a snapshot serves every sequence with the same tokens.
-    That of a full cache also serves every shorter prefix of whole blocks; else snapshots are taken where prompts
-    diverge and where chunks end. Blocks that only snapshots hold count as free.
+    That of a full cache, within all windows, also serves every shorter prefix of whole blocks; else snapshots are taken
+    where prompts diverge and where chunks end. Blocks that only snapshots hold count as free.
 
     Args:
         cache: cache of the sequences, without a policy.
@@ -156,7 +156,8 @@ class PrefixCache:
         end = snapshot.tokens_seen
         hashes, tail = self._hashes(sequence, end), tuple(sequence.tokens[end - end % self._block_size : end])
         keys: set[Key] = {(hashes[-1], tail)}
-        if self._cache.layout.compression is None:
+        layout = self._cache.layout
+        if layout.compression is None and all(end <= ring for ring in layout.rings):  # which have overwritten nothing
             keys |= {(block_hash, ()) for block_hash in hashes[LEAST_BLOCKS - 1 :]}
         self._keys[snapshot] = list(keys)
         for here, rest_of_it in keys:

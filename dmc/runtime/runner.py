@@ -196,7 +196,7 @@ class Runner:
 
     def _decode(self, tokens: Tensor, batch: ForwardBatch, settings: Tensor, mode: tuple[int, int] | None) -> Result:
         """One token of each sequence; the host knows how many there are and nothing else, and waits for nothing."""
-        self.cache.lengths[:, self.cache.scratch_row].fill_(1)
+        self.cache.all_lengths[:, self.cache.scratch_row].fill_(1)
         logits = self._pass(tokens, batch, 0, batch.row_index, None)
         if mode is None:
             return logits, None
@@ -220,8 +220,8 @@ class Runner:
             output = self._view(tokens, logits_to_keep=logits_of, **asked)
         forward.finish()
         self._attention.finish(self._feed)
-        tally.count_last(ones, self.cache.lengths, adds=True)
-        tally.count_last(many, self.cache.lengths, adds=False)
+        tally.count_last(ones, self.cache.all_lengths, adds=True)
+        tally.count_last(many, self.cache.all_lengths, adds=False)
         return output.logits[0]
 
     def _feed(self, tokens: list[int], first_position: int, paged_cache: Any) -> None:

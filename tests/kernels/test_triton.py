@@ -210,7 +210,8 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
     tensors, recent = decode_case(
         place, [lengths[i : i + 2] for i in range(0, 18, 2)], group=3, head_dim=16, delay=delay, block_size=16
     )
-    options = {"recent": recent, "return_scores": True, "num_scores": 1301}
+    sinks = torch.randn(6, generator=generator).to(*place) if num_programs == 5 else None
+    options = {"recent": recent, "return_scores": True, "num_scores": 1301, "sinks": sinks}
     actual = kernels.paged_attention(*tensors, 0.2, **options)
     wanted = reference.paged_attention(*tensors, 0.2, **options)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
@@ -243,8 +244,10 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         seen = reference.append_or_merge(layer, batch, tokens, config)
         tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen
-        wanted = reference.prefill_attention(*tensors, 0.2)
-        actual = kernels.prefill_attention(*(copy_to(tensor, device) for tensor in tensors), 0.2)
+        sinks = None if config is None else torch.randn(6, generator=generator)
+        wanted = reference.prefill_attention(*tensors, 0.2, sinks=sinks)
+        given = [copy_to(tensor, device) for tensor in tensors]
+        actual = kernels.prefill_attention(*given, 0.2, sinks=None if sinks is None else sinks.to(device))
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 
@@ -253,6 +256,7 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
     device, dtype = place
     generator = torch.Generator().manual_seed(0)
     layer = make_layer(None, max_blocks=3, head_dim=24, dtype=dtype, in_8_bits=in_8_bits)
+    layer.sinks = torch.randn(6, generator=generator) if in_8_bits else None
     stream = Stream(layer, None, rows=[2, 0], time=40)
     for begins, ends in (([0, 0], [19, 9]), ([19, 9], [26, 40])):
         batch, tokens = stream.tokens(begins, ends)
@@ -260,7 +264,7 @@ def test_slots_receive_the_attention_that_the_reference_sums(in_8_bits: bool, pl
         slots[:, 1] = (slots[:, 1] - 7).clamp_min(1)  # a head of fewer slots
         query = torch.randn(batch.num_tokens, 6, 24, generator=generator).to(dtype)
         pages, seen = (layer.key_pages, layer.value_pages, layer.block_tables), VisibleKeys(slots)
-        tensors = query, *pages, batch, seen, 0.2, layer.scales, True
+        tensors = query, *pages, batch, seen, 0.2, layer.scales, True, layer.sinks
         _, sums = reference.prefill_attention(*tensors)
         wanted = reference.attention_received(query, layer, batch, slots, 0.2, sums)
         _, lse = kernels.prefill_attention(*(copy_to(tensor, device) for tensor in tensors))
@@ -283,6 +287,19 @@ def test_the_engine_generates_the_tokens_of_the_reference(
     assert [generation.token_ids for generation in engine.generate(prompts, params)] == [
         generation.token_ids for generation in expected
     ]
+    assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("place", PLACES[:1], indirect=True)
+def test_layers_with_a_window_generate_the_tokens_of_the_reference(
+    place: tuple[str, torch.dtype], make_stock: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
+) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+    model, prompts = make_stock("ministral", **kinds).to(place[0]), make_prompts(18, 27)
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    expected = Engine(model, kernels="reference").generate(prompts, params)
+    engine = Engine(model, kernels="triton", prefill_chunk_size=8)
+    assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
     assert engine.blocks_in_use == 0
 
 

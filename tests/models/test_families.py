@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.budget import Budget
-from dmc.compression import CompressionConfig, GateMode
+from dmc.compression import CompressionConfig, GateMode, full_attention_tables
 from dmc.models import FAMILIES, next_tokens, with_token_losses
 from dmc.models.token_losses import IGNORED
 from dmc.models.weights import check_weights, open_weights
@@ -29,8 +29,10 @@ SIZES = {
     "attention_multiplier": 0.2, "residual_multiplier": 0.7,
 }  # fmt: skip
 """Of every configuration class those fields that it has."""
-OF_FAMILY = {"cwm": {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "dots1": {"n_shared_experts": 1}}
-NEIGHBORS = {"cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
+HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 16}
+OF_FAMILY = dict.fromkeys(("cohere2", "exaone4", "gemma3_text", "gpt_oss", "ministral", "olmo3"), HYBRID)
+OF_FAMILY |= {"cwm": {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "dots1": {"n_shared_experts": 1}}
+NEIGHBORS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
 PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8}
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -42,7 +44,10 @@ def stock_of(family):
     fields = {name for kind in stock_config.__mro__ for name in getattr(kind, "__annotations__", {})}
     values = {name: value for name, value in SIZES.items() if name in fields} | OF_FAMILY.get(family, {})
     config = AutoConfig.for_model(family, **values)
-    config.rope_parameters["rope_theta"] = 100.0
+    for rope in (
+        config.rope_parameters.values() if "full_attention" in config.rope_parameters else [config.rope_parameters]
+    ):
+        rope["rope_theta"] = 100.0
     if family == "ministral3":
         config.rope_parameters |= {"original_max_position_embeddings": 16, "factor": 16.0}
     generator = torch.Generator().manual_seed(0)
@@ -137,17 +142,20 @@ def test_losses_without_logits_are_the_stock_models(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_borrowed_neuron_is_the_last_channel_and_turns_slowest_or_not_at_all(family):
     model = compressed_of(family)
-    attention = model.model.layers[0].self_attn
+    attention = model.compressed_layers[0].self_attn
     assert {rows.start for _, rows in model.neuron_rows()} == {15}
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([[1]]))
+    tables = full_attention_tables(model.model.rotary_emb, torch.zeros(1), torch.tensor([[1]]))
+    cos, sin = attention.rotation.whole(tables)
     assert cos.shape[-1] == PARTLY.get(family, 16)
     assert attention.rotation.neighbors == (family in NEIGHBORS)
     states = torch.zeros(1, 1, 1, 16)
     states[..., 15] = 1.0
-    turned = attention.modeling.apply_rotary_pos_emb(states, states, cos, sin)[1].flatten()
+    turned = attention.modeling.apply_rotary_pos_emb(states, states, *tables)[1].flatten()
     others = [channel for channel, value in enumerate(turned.tolist()) if value and channel != 15]
     slowest = attention.rotary_tables((cos, sin), torch.float32)[1].abs()[0, 0, :8].min()
-    if family in PARTLY:
+    if not attention.rotates:
+        assert slowest == 0
+    elif family in PARTLY:
         assert others == [] and turned[15] == 1
     else:
         assert others == [14 if family in NEIGHBORS else 7]

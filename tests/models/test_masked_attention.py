@@ -22,11 +22,12 @@ from dmc.models.masked_attention import (
     delayed_masked_attention,
     fused,
     masked_attention,
+    window_attention,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SCALING = 0.3
-NAMES = ("query", "recent_key", "recent_value", "stream_key", "stream_value", "log_keep")
+NAMES = ("query", "recent_key", "recent_value", "stream_key", "stream_value", "log_keep", "sinks")
 FORMS = [(0, True), *[(delay, keep_top) for delay in (1, 4, 16, 64, 300) for keep_top in (True, False)]]
 FEW = [(0, True), (1, False), (4, True), (16, False), (300, True)]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -44,7 +45,7 @@ def draw(time, *, heads=4, kv_heads=2, channels=6, batch=2, dtype=torch.float64)
     return [tensor.requires_grad_() for tensor in (*states, log_keep.to(torch.promote_types(dtype, torch.float32)))]
 
 
-def naive(tensors, delay, keep_top, hidden=None, first=None):
+def naive(tensors, delay, keep_top, hidden=None, first=None, sinks=None):
     """Attend row by row; a row that sees nothing is 0."""
     query, recent_key, recent_value, stream_key, stream_value, log_keep = tensors
     group = query.shape[1] // recent_key.shape[1]
@@ -63,7 +64,10 @@ def naive(tensors, delay, keep_top, hidden=None, first=None):
         bias = bias.repeat_interleave(group, 1)
         scores = SCALING * torch.einsum("bhd,bhjd->bhj", query[:, :, i], keys.repeat_interleave(group, 1)) + bias
         blind = (scores == -math.inf).all(-1, keepdim=True)
-        weights = torch.softmax(scores.masked_fill(blind, 0), dim=-1).masked_fill(blind, 0)
+        scores = scores.masked_fill(blind, 0)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[None, :, None].expand(len(scores), -1, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : i + 1].masked_fill(blind, 0)
         rows.append(torch.einsum("bhj,bhjd->bhd", weights, values.repeat_interleave(group, 1)))
     return torch.stack(rows, dim=2)
 
@@ -92,7 +96,7 @@ def compare(tensors, out, expected, *, tolerance=None):
     probe = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
     found = torch.autograd.grad(out, tensors, probe, materialize_grads=True)
     wanted = torch.autograd.grad(expected, tensors, probe, materialize_grads=True)
-    for name, got, want in zip(NAMES, found, wanted, strict=True):
+    for name, got, want in zip(NAMES[: len(tensors)], found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: name + text)
 
 
@@ -151,6 +155,33 @@ def test_queries_see_their_own_document_alone(monkeypatch, scores, delay, keep_t
     compare(tensors, out, naive(tensors, delay, keep_top, hidden, documents.first))
 
 
+@pytest.mark.parametrize(("delay", "keep_top"), FEW)
+def test_sinks_are_a_column_of_the_softmax(delay, keep_top):
+    tensors, sinks = draw(65), torch.tensor([2.0, -1.0, 0.5, 30.0], dtype=torch.float64, requires_grad=True)
+    documents, hidden = packed(65, (16, 17, 40), (21,)), torch.zeros(2, 65, dtype=torch.bool)
+    hidden[0, 12:17] = hidden[1, :30] = True
+    found = delayed_masked_attention(*tensors, SCALING, delay=delay, keep_top=keep_top, sinks=sinks)
+    compare([*tensors, sinks], found, naive(tensors, delay, keep_top, sinks=sinks))
+    options = {"documents": documents, "hidden": hidden, "sinks": sinks}
+    found = delayed_masked_attention(*tensors, SCALING, delay=delay, keep_top=keep_top, **options)
+    compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, documents.first, sinks))
+
+
+@pytest.mark.parametrize("window", [1, 8, 100])
+def test_a_window_is_a_band(window):
+    tensors, sinks = draw(65), torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    query, key, value = tensors[0], *tensors[3:5]
+    at = torch.arange(65)
+    band = (at <= at[:, None]) & (at > at[:, None] - window)
+    expected = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=band, scale=SCALING, enable_gqa=True
+    )
+    compare([query, key, value], window_attention(query, key, value, SCALING, window), expected)
+    dropped = torch.full_like(tensors[5], -math.inf)
+    expected = naive([query, key, value, key, value, dropped], window, False, sinks=sinks)
+    compare([query, sinks], window_attention(query, key, value, SCALING, window, sinks=sinks), expected)
+
+
 def test_documents_know_their_bounds():
     documents = packed(6, (0, 2, 5), ())
     assert documents.starts.tolist() == [[True, False, True, False, False, True], [True] + [False] * 5]
@@ -202,7 +233,7 @@ def test_sixteen_bit_is_as_near_as_its_rounding(autocast, delay, keep_top):
     assert (out - expected).norm() < 1e-2 * expected.norm()
     found = torch.autograd.grad(out.float().square().sum(), tensors, materialize_grads=True)
     wanted = torch.autograd.grad(expected.square().sum(), exact, materialize_grads=True)
-    for name, got, want in zip(NAMES, found, wanted, strict=True):
+    for name, got, want in zip(NAMES[: len(tensors)], found, wanted, strict=True):
         assert (got - want).norm() <= 3e-2 * want.norm(), name
 
 
@@ -364,6 +395,15 @@ def test_kernels_divide_documents_and_leave_out_padding(interpreter, delay, keep
         compare(tensors, out, naive(tensors, delay, keep_top, options.get("hidden"), first))
 
 
+@pytest.mark.parametrize(("delay", "keep_top"), [(5, True), (20, False)])
+def test_kernels_count_sinks(interpreter, delay, keep_top):
+    tensors = draw(53, dtype=torch.float32, heads=2, kv_heads=1)
+    sinks, hidden = torch.tensor([1.5, -2.0], requires_grad=True), torch.zeros(2, 53, dtype=torch.bool)
+    hidden[1, :30] = True
+    found = attend(tensors, delay, keep_top, hidden=hidden, sinks=sinks)
+    compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, sinks=sinks))
+
+
 def test_kernels_need_no_bias(interpreter):
     tensors = draw(53, dtype=torch.float32, batch=1, heads=2, kv_heads=1)
     documents = packed(53, (16, 40))
@@ -380,4 +420,4 @@ def test_interpreted_kernels_are_those_of_the_definition():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + 5} passed" in done.stdout, done.stdout
+    assert f"{len(CASES) + 7} passed" in done.stdout, done.stdout

@@ -222,7 +222,7 @@ def test_memory_is_compared_over_all_scored_tokens_not_at_the_last(folders, tmp_
 def test_memory_of_samples_is_all_tokens_over_all_entries_and_all_bytes_over_all_tokens():
     def held(tokens, entries, size):
         slots = torch.tensor([[entries]])
-        return GenerationStats(tokens, slots, 1, size, size, 0, 0, tokens / 2, slots / 2, size / 4, size / 4, size)
+        return GenerationStats(tokens, slots, 1, 1, size, size, 0, 0, tokens / 2, slots / 2, size / 4, size / 4, size)
 
     memory = memory_of([held(100, 100, 1000), held(900, 100, 3000)])
     assert memory["achieved_ratio"] == memory["mean_achieved_ratio"] == 1000 / 200
@@ -460,7 +460,7 @@ def test_each_turn_sees_what_the_ones_before_have_left(model, tokenizer):
 
 
 def test_metrics_are_averaged_by_coordinates():
-    stats = GenerationStats(0, torch.zeros(1, 1), 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
+    stats = GenerationStats(0, torch.zeros(1, 1), 1, 1, 0, 0, 0, 0, 0, torch.zeros(1, 1), 0, 0, 0)
     found = [
         SampleResult({}, stats, [Breakdown({"length": length, "depth": depth}, {"match": match})])
         for length, depth, match in ((20, 0.5, 1), (10, 0, 1), (20, 0.5, 0), (10, 0.5, 0))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from dmc.kernels.reference import append_to_ring
 from dmc.kernels.triton.append import append_or_merge
 from dmc.kernels.triton.compaction import compact, evict
 from dmc.kernels.triton.decode import paged_attention
@@ -30,6 +31,7 @@ from dmc.kernels.triton.received import attention_received
 __all__ = [
     "add_attention",
     "append_or_merge",
+    "append_to_ring",
     "attention_received",
     "compact",
     "evict",

@@ -17,7 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dmc.kernels.base import Recent
-from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_tile, load_rows, places, tile_keys, tile_warps
+from dmc.kernels.triton.tile import (
+    LOG2_E,
+    STAGES,
+    attend_tile,
+    load_rows,
+    places,
+    start_from_sinks,
+    tile_keys,
+    tile_warps,
+)
 
 CHUNK = 128
 """Slots of a chunk, a multiple of every tile; heads are cut between chunks."""
@@ -60,6 +69,7 @@ def paged_attention(
     return_scores: bool = False,
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; there is no host sync."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -98,6 +108,7 @@ def paged_attention(
             None if recent is None else recent.key.contiguous(),
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
+            sinks,
             out,
             lse,
             partial,
@@ -191,6 +202,7 @@ def _attend_kernel(
     recent_key,
     recent_value,
     recent_exists,
+    sinks,
     out,
     out_lse,
     partial,
@@ -219,7 +231,7 @@ def _attend_kernel(
     """Attend to one run of the queue: the end of one head, whole heads, and the begin of another.
 
     The end, or middle, of a head that began in an earlier run is part 0 of the program, a begin that is cut is part 1.
-    The recent tokens of a head belong to its first chunk.
+    The recent tokens and the sinks of a head belong to its first chunk.
     """
     program = tl.program_id(0)
     total = tl.load(chunk_ends + num_pairs - 1)
@@ -244,6 +256,9 @@ def _attend_kernel(
         peak = tl.full((MEMBERS,), float("-inf"), tl.float32)
         sum_of_weights = tl.zeros((MEMBERS,), tl.float32)
         acc = tl.zeros((MEMBERS, CHANNELS), tl.float32)
+        if sinks is not None:  # a key whose value is 0, of the head's first chunk
+            has_sink = in_group & (chunk == first)
+            peak, sum_of_weights = start_from_sinks(sinks, head * GROUP + member, has_sink)
         table = block_tables + cell * num_blocks
         query_head = pair.to(tl.int64) * GROUP + member
         for start in tl.range(

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from dmc.kernels.base import VisibleKeys
 from dmc.kernels.batch import ForwardBatch
-from dmc.kernels.triton.tile import LOG2_E, STAGES, attend_own, attend_tile, load_rows, places, tile_keys
+from dmc.kernels.triton.tile import (
+    LOG2_E,
+    STAGES,
+    attend_own,
+    attend_tile,
+    load_rows,
+    places,
+    start_from_sinks,
+    tile_keys,
+)
 
 QUERY_BYTES = 16384
 """Size of a block of query rows, at most 64 of them; in float32 half as much."""
@@ -35,6 +44,7 @@ def prefill_attention(
     scaling: float,
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.prefill_attention`."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -70,6 +80,7 @@ def prefill_attention(
             None if recent is None else recent.key.contiguous(),
             None if recent is None else recent.value.contiguous(),
             None if recent is None else recent.exists.contiguous(),
+            sinks,
             out,
             lse,
             *query.stride()[:2],
@@ -113,6 +124,7 @@ def _prefill_kernel(
     recent_key,
     recent_value,
     recent_exists,
+    sinks,
     out,
     lse,
     query_stride,
@@ -143,6 +155,8 @@ def _prefill_kernel(
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, CHANNELS), tl.float32)
+    if sinks is not None:
+        peak, total = start_from_sinks(sinks, query_head, asks)
 
     seen = tl.load(slots + token * KV_HEADS + head, mask=asks, other=0).to(tl.int32)
     most = tl.max(seen, 0)

@@ -45,6 +45,13 @@ def attend_tile(query, key, value, visible, scaling, peak, total, acc, key_scale
 
 
 @triton.jit
+def start_from_sinks(sinks, query_head, held):
+    """Return the peak and the total of query heads [rows] that have seen their sinks alone, where `held`."""
+    sink = tl.load(sinks + query_head, mask=held, other=float("-inf")).to(tl.float32)
+    return sink * 1.4426950408889634, tl.where(held, 1.0, 0.0)
+
+
+@triton.jit
 def attend_own(query, key, value, visible, scaling, peak, total, acc):
     """Update as `attend_tile` does, with query i attending to key i alone."""
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from dmc.models.masked_attention.blocked import BlockedAttention
 from dmc.models.masked_attention.documents import Documents
-from dmc.models.masked_attention.fused import LARGEST_HEAD, fused_attention
+from dmc.models.masked_attention.fused import LARGEST_HEAD, FusedWithSinks, fused_attention
 
-__all__ = ["Documents", "as_on", "causal_attention", "delayed_masked_attention", "masked_attention"]
+__all__ = [
+    "Documents",
+    "as_on",
+    "causal_attention",
+    "delayed_masked_attention",
+    "masked_attention",
+    "window_attention",
+]
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device_type", default=None)
 
 
@@ -74,6 +81,7 @@ def delayed_masked_attention(
     keep_top: bool,
     hidden: Tensor | None = None,
     documents: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to the newest `delay` tokens raw and to the compressed stream of the tokens before, in one softmax.
 
@@ -94,6 +102,7 @@ def delayed_masked_attention(
         keep_top: True for a merge gate, False for a drop gate (which needs delay >= 1).
         hidden: as in `masked_attention`.
         documents: as in `masked_attention`.
+        sinks: logit of each head that its softmax counts beside the keys', [heads]; None: there is none.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in all tensors but hidden.
     Raises:
@@ -105,11 +114,17 @@ def delayed_masked_attention(
             "for a drop gate, which would drop the query's own token: raise delay."
         )
     recent = (recent_key, recent_value) if delay else (None, None)
-    return _attend(query, stream_key, stream_value, log_keep, *recent, hidden, documents, scaling, delay, keep_top)
+    form = scaling, delay, keep_top
+    return _attend(query, stream_key, stream_value, log_keep, *recent, hidden, documents, *form, sinks=sinks)
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, documents: Documents | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    documents: Documents | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally, by PyTorch's own attention where a sequence is one document.
 
@@ -119,21 +134,54 @@ def causal_attention(
         value: [batch, kv_heads, time, head_dim].
         scaling: multiplies query . key, > 0.
         documents: a query sees keys of its own document alone; None: a sequence is one.
+        sinks: as in `delayed_masked_attention`.
     Returns:
-        [batch, heads, time, head_dim], differentiable in query, key and value.
+        [batch, heads, time, head_dim], differentiable in query, key, value and sinks.
     Raises:
         ValueError: shapes that do not belong together.
     """
-    if documents is None:
+    if documents is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
-    return _attend(query, key, value, None, None, None, None, documents, scaling, 0, True)
+    return _attend(query, key, value, None, None, None, None, documents, scaling, 0, True, sinks=sinks)
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int,
+    *,
+    hidden: Tensor | None = None,
+    documents: Documents | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend causally to the last `window` tokens, the query's own included.
+
+    These are the raw tokens of a stream in which every token is dropped as it leaves the window.
+
+    Args:
+        query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
+        key: [batch, kv_heads, time, head_dim].
+        value: [batch, kv_heads, time, head_dim].
+        scaling: multiplies query . key, > 0.
+        window: number of tokens.
+        hidden: as in `masked_attention`.
+        documents: as in `masked_attention`.
+        sinks: as in `delayed_masked_attention`.
+    Returns:
+        [batch, heads, time, head_dim], differentiable in query, key, value and sinks.
+    """
+    dropped = torch.full(key.shape[:3], -torch.inf, device=key.device)
+    return _attend(query, key, value, dropped, None, None, hidden, documents, scaling, window, False, sinks=sinks)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
     recent_value: Tensor | None, hidden: Tensor | None, documents: Documents | None, *form: Any,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check_shapes(query, (key, value), log_keep, (recent_key, recent_value), hidden, documents)
     dtype = _product_dtype(query)
@@ -142,9 +190,10 @@ def _attend(
     operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, *form)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
         if not _runs_fused(query, dtype):
-            return BlockedAttention.apply(*operands)
+            return BlockedAttention.apply(sinks, *operands)
         bias = None if log_keep is None else log_keep.float()
-        return fused_attention(*operands[:3], bias, *operands[4:])[0]
+        given = (*operands[:3], bias, *operands[4:])
+        return fused_attention(*given)[0] if sinks is None else FusedWithSinks.apply(sinks, *given)
 
 
 def _runs_fused(query: Tensor, dtype: torch.dtype) -> bool:

@@ -22,11 +22,11 @@ class BlockedAttention(torch.autograd.Function):
     """Softmax over the columns that a block of rows can see, one block at a time; backward computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Attend; `inputs` are those of `fused_attention`."""
+    def forward(ctx: Any, sinks: Tensor | None, *inputs: Any) -> Tensor:
+        """Attend; `inputs` are those of `fused_attention`, sinks [H_q] a column of the softmax whose value is 0."""
         ctx.form = inputs[-3:]
-        ctx.save_for_backward(*inputs[:-3])
-        operands = _Operands(*inputs)
+        ctx.save_for_backward(sinks, *inputs[:-3])
+        operands = _Operands(sinks, *inputs)
         out = torch.empty_like(operands.query)
         for block in operands.blocks():
             attended = torch.bmm(block.probabilities(block.keys()), block.values())
@@ -37,8 +37,9 @@ class BlockedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s inputs."""
-        tensors = ctx.saved_tensors
-        operands = _Operands(*tensors, *ctx.form)
+        sinks, *tensors = ctx.saved_tensors
+        operands = _Operands(sinks, *tensors, *ctx.form)
+        by_sink = None if operands.sinks is None else torch.zeros_like(operands.sinks)
         by_query = torch.empty_like(operands.query)
         by_key, by_value = torch.zeros_like(operands.key), torch.zeros_like(operands.value)
         by_bias, by_recent_key, by_recent_value = (
@@ -51,6 +52,9 @@ class BlockedAttention(torch.autograd.Function):
             probabilities = block.probabilities(key)
             block.add(torch.bmm(probabilities.mT, grad_rows), by_value, by_recent_value)
             scores = torch.bmm(grad_rows, block.values().mT)
+            if by_sink is not None:
+                shares = (1 - probabilities.sum(-1)) * (probabilities * scores).sum(-1)  # of the column, as below
+                by_sink[block.heads] -= shares.unflatten(1, (-1, grad.shape[2])).sum(1)
             scores = torch._softmax_backward_data(scores, probabilities, -1, scores.dtype)
             block.add(torch.bmm(scores.mT, query), by_key, by_recent_key)
             by_query[block.heads, block.rows] = torch.bmm(scores, key).unflatten(1, (-1, grad.shape[2]))
@@ -62,7 +66,9 @@ class BlockedAttention(torch.autograd.Function):
             None if gradient is None else gradient.to(like.dtype).view(like.shape)
             for gradient, like in zip(flat, tensors[1:6], strict=True)
         )  # fmt: skip
-        return by_query, *gradients, *[None] * 6
+        if by_sink is not None:
+            by_sink = by_sink.unflatten(0, (operands.batch, -1)).sum(0).flatten().to(sinks.dtype)
+        return by_sink, by_query, *gradients, *[None] * 6
 
 
 class _Operands:
@@ -73,13 +79,14 @@ class _Operands:
             repeated.
         key, value, recent_key, recent_value: [heads, time, channels].
         bias: of the keys, [heads, time].
+        sinks: [heads, group].
         padding: likewise, `MASKED` where they are hidden.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
-        recent_value: Tensor | None, hidden: Tensor | None, first: Tensor | None, end: Tensor | None, scaling: float,
-        delay: int, keep_top: bool,
+        self, sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None,
+        recent_key: Tensor | None, recent_value: Tensor | None, hidden: Tensor | None, first: Tensor | None,
+        end: Tensor | None, scaling: float, delay: int, keep_top: bool,
     ) -> None:  # fmt: skip
         self.given, self.hidden, self.first = query, hidden, first
         self.batch, self.kv_heads, self.time, self.channels = key.shape
@@ -93,6 +100,9 @@ class _Operands:
         )
         if self.bias is not None:
             self.bias = self.bias.clamp(min=MASKED)
+        self.sinks = None
+        if sinks is not None:
+            self.sinks = sinks.to(self.dtype).view(self.kv_heads, -1).repeat(self.batch, 1)
         self.padding = None
         if hidden is not None:
             padding = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, MASKED)
@@ -206,7 +216,12 @@ class _Block:
             scores += self._columns(operands.padding, recent)[:, None, None]
         unseen = 0 if self.is_divided else max(0, self.rows.start - operands.lag - stream.start)
         scores[..., unseen:].masked_fill_(self._unseen(unseen), -math.inf)
-        return torch.softmax(joined, dim=-1, out=joined)
+        if operands.sinks is None:
+            return torch.softmax(joined, dim=-1, out=joined)
+        sinks = operands.sinks[self.heads].repeat(1, self.rows.stop - self.rows.start)[..., None]
+        peak = torch.maximum(joined.amax(-1, keepdim=True), sinks)
+        joined = joined.sub_(peak).exp_()
+        return joined.div_(joined.sum(-1, keepdim=True) + (sinks - peak).exp())
 
     def _biased(self) -> tuple[slice, slice, Tensor]:
         """Return the columns whose bias counts for all rows, those where it does for some, and where."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 LARGEST_HEAD = 256
@@ -158,6 +159,41 @@ def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 fused_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+class FusedWithSinks(torch.autograd.Function):
+    """The same with one more column of the softmax, of a logit for each head and a value of 0.
+
+    The weights are then those of the larger log-sum-exp, and the column adds nothing to output . gradient, so that the
+    kernels of the backward need not know of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sinks: Tensor, *inputs: Any) -> Tensor:
+        """Attend; `inputs` are those of `fused_attention`, sinks [H_q]."""
+        out, log_sum_exp = fused_attention(*inputs)
+        total = torch.logaddexp2(log_sum_exp, _column(sinks))
+        share = torch.exp2(log_sum_exp - total).nan_to_num(0.0)  # infinite where a row sees nothing
+        out = (out * share[..., None]).to(out.dtype)
+        *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
+        ctx.save_for_backward(sinks, *tensors, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s inputs."""
+        sinks, *tensors, out, total = ctx.saved_tensors
+        options = ctx.scaling, ctx.delay, ctx.keep_top
+        query, key, value, *others = fused_attention_backward(grad, *tensors, out, total, *options)
+        of_bias = None if tensors[3] is None else others.pop(0)
+        deltas = (out.float() * grad.float()).sum(-1)
+        of_sinks = -(torch.exp2(_column(sinks) - total) * deltas).sum((0, 2)).to(sinks.dtype)
+        return of_sinks, query, key, value, of_bias, *(others or (None, None)), *[None] * 6
+
+
+def _column(sinks: Tensor) -> Tensor:
+    return sinks.float()[None, :, None] * _LOG2_E
 
 
 @register_flop_formula(torch.ops.dmc.masked_attention)

@@ -87,7 +87,8 @@ def measure_head_sensitivity(
     Returns:
         Nats per token, [L, H], on the CPU; noise makes some of them negative.
     """
-    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    layers, heads = len(model.compressed_layers), model.config.num_key_value_heads
+    indices = [layer.self_attn.layer_idx for layer in model.compressed_layers]
 
     def loss(compressed: tuple[tuple[int, int], ...]) -> float:
         return score_text(model, batches, sharing=sharing, gate_mode=GateMode(compressed_heads=compressed)).loss
@@ -95,7 +96,7 @@ def measure_head_sensitivity(
     uncompressed, costs = loss(()), torch.zeros(layers, heads)
     for place in trange(layers * heads, desc=title, leave=False, disable=title is None or sharing.rank > 0):
         head = divmod(place, heads)
-        costs[head] = loss((head,)) - uncompressed
+        costs[head] = loss(((indices[head[0]], head[1]),)) - uncompressed
     return costs
 
 
@@ -122,7 +123,7 @@ def decision_biases(costs: Tensor, spread: float, floor: float) -> Tensor:
 def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: RegressionInitConfig) -> None:
     """Fit the adapters to a second pass over the text, each rank some layers, for the sums of all are large."""
     model, ranks = module.model, Ranks.world()
-    layers = range(ranks.rank, model.config.num_hidden_layers, ranks.size)
+    layers = range(ranks.rank, len(model.compressed_layers), ranks.size)
     with trainer.precision_plugin.forward_context():
         fitted = fit_scores(model, batches, settings.ridge, layers, None if ranks.rank else "second pass")
     found = {index: fit for part in ranks.all_gather_object(fitted) for index, fit in part.items()}
@@ -174,7 +175,7 @@ def fit_scores(
         model: this rank has all of its layers.
         batches: see `score_text`; of each sequence the first half is read, twice.
         ridge: penalty on squared weights, in units of the inputs' mean square.
-        layers: indices of the layers to fit.
+        layers: the layers to fit, by their number among those with gates.
         title: of a progress bar; None: none.
     Returns:
         The fit of each of the layers.
@@ -196,8 +197,8 @@ def fit_scores(
             total += part
 
     hooks = []
-    for index in layers:
-        layer = model.model.layers[index]
+    compressed = model.compressed_layers
+    for layer in [compressed[number] for number in layers]:
         hooks.append(layer.register_forward_pre_hook(keep_residual, with_kwargs=True))
         hooks.append(layer.self_attn.register_forward_pre_hook(add, with_kwargs=True))
     try:
@@ -232,13 +233,16 @@ def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Ten
     Args:
         attention: attention module of the layer.
         states: input of the attention, [B, 2 T, hidden].
-        rotary: cos and sin, [B or 1, 2 T, D].
+        rotary: the family's cos and sin, [B or 1, 2 T, R].
         residual: h, [B, 2 T, hidden].
     Returns:
         Float32 [B, H, T].
     """
-    query, key, value = (part.float() for part in attention.project(states))
-    query, key = (rotate(part, *(table.float() for table in rotary)) for part in (query, key))
+    rotary, places = attention.rotation.whole(rotary), torch.arange(states.shape[1], device=states.device)[None]
+    projected = attention.project(states, rotary[0].shape[-1], positions=places)
+    query, key, value = (part.float() for part in projected)
+    tables = attention.rotary_tables(rotary, torch.float32)
+    query, key = attention.rotate_query(query, *tables), rotate(key, *tables)
     kv_heads, length = key.shape[1], states.shape[1]
     half, dim = length // 2, key.shape[-1]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H, group, 2 T, D]

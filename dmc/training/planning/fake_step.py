@@ -145,6 +145,8 @@ def fake_step(
 
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Copy a configuration with another number of layers."""
-    values = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
-    return AutoConfig.for_model(values.pop("model_type"), **values | {"num_hidden_layers": num_layers})
+    """Copy a configuration with another number of layers, all of which have full attention: they need most."""
+    values = config.to_dict() | {"num_hidden_layers": num_layers}
+    if values.get("layer_types"):
+        values["layer_types"] = ["full_attention"] * num_layers
+    return AutoConfig.for_model(values.pop("model_type"), **values)

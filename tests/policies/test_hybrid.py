@@ -1,0 +1,84 @@
+"""Policies in models some of whose layers have a window: they act on the others, as if these were all."""
+
+import warnings
+
+import pytest
+import torch
+from oracles.dense_hybrid import DenseHybrid, answers
+from policies.conftest import serve
+from runtime.test_laws import POLICIES, READING
+from runtime.test_windows import FAMILIES, FULL, SLIDING, hybrid, own_tokens, texts
+
+from dmc import Engine, SamplingParams, policies
+from dmc.budget import Budget
+
+TOLERANCE = 1e-4
+ROTATING = ("StreamingLLM, rerotate", "ExpectedAttention")
+ALL = {**POLICIES, **READING}
+CROWDED = ["H2O", "LAVa", "KVzip", "OmniKV, offload", "Quest", "InfLLM"]
+
+
+def deep(family="gpt_oss"):
+    """Six layers with full attention among twelve, as OmniKV wants."""
+    return hybrid(family, 16, num_hidden_layers=12, layer_types=[SLIDING, FULL] * 6)
+
+
+def with_budget(policy, budget):
+    fields = {**policy.__dict__, "budget": budget}
+    return type(policy)(**fields)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
+@pytest.mark.parametrize(("method", "options"), [("H2O", {}), ("SnapKV", {"window": 8, "kernel_size": 5})])
+def test_full_layers_keep_what_a_dense_oracle_keeps(family, method, options):
+    model, (prompt, continuation) = hybrid(family), texts(240, 60)
+    oracle = DenseHybrid(method, len(prompt), 32, **options)
+    expected = answers(model, prompt + continuation[:-1], oracle)[len(prompt) - 1 :]
+    policy = getattr(policies, method)(budget=Budget(tokens=32), **options)
+    for chunk in (None, 50):
+        (trace,) = serve(model, policy, [prompt], [continuation], prefill_chunk_size=chunk)
+        torch.testing.assert_close(trace.log_probs, expected, atol=TOLERANCE, rtol=0)
+        held = [positions for layer in trace.positions for positions in layer]
+        assert held == [sorted(kept) for _, kept in sorted(oracle.kept.items())] and len(held) == 2 * 2
+
+
+@pytest.mark.parametrize("method", [name for name in ALL if name != "OmniKV, sparse"])  # which reads a part of prompts
+def test_a_budget_for_all_is_the_model_itself(method):
+    model, (prompt, other) = deep(), texts(60, 31)
+    policy = with_budget(ALL[method], Budget(tokens=500))
+    engine = Engine(model, policy=policy)
+    for tokens, generation in zip(
+        (prompt, other), engine.generate([prompt, other], SamplingParams(max_new_tokens=8, temperature=0)), strict=True
+    ):
+        assert generation.token_ids == own_tokens(model, tokens, 8)
+
+
+@pytest.mark.parametrize("method", CROWDED)
+@pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
+def test_a_crowd_with_forks_is_served_as_each_request_alone(method):
+    model, prompts = deep(), texts(60, 33)
+    alone = Engine(model, policy=ALL[method], max_batch_size=1)
+    greedy, several = (SamplingParams(max_new_tokens=8, temperature=0, n=n) for n in (1, 2))
+    expected = [alone.generate([prompt], greedy)[0] for prompt in prompts]
+    engine = Engine(model, policy=ALL[method], max_batch_size=4)
+    for generation, wanted in zip(engine.generate(prompts, several), expected, strict=True):
+        for ours in (generation, *generation.alternatives):
+            assert ours.token_ids == wanted.token_ids
+            assert torch.equal(ours.stats.slots, wanted.stats.slots) and ours.stats.slots.shape == (6, 2)
+    assert engine.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("method", ROTATING)
+@pytest.mark.parametrize("family", ["cohere2", "exaone4"])
+def test_policies_that_turn_keys_refuse_full_layers_without_rotation(family, method):
+    engine = Engine(hybrid(family), policy=POLICIES[method])
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(NotImplementedError, match=f"turns keys further by RoPE.*this {family} model does not"),
+    ):
+        engine.generate(texts(60), SamplingParams(max_new_tokens=3, temperature=0))
+
+
+def test_a_model_whose_layers_all_have_a_window_takes_no_policy():
+    with pytest.raises(ValueError, match="all layers of this mistral model have a window"):
+        Engine(hybrid("mistral"), policy=POLICIES["H2O"])
