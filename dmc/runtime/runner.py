@@ -55,7 +55,6 @@ class Runner:
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
-        NotImplementedError: a stock model has attention sinks.
     """
 
     def __init__(
