@@ -1,0 +1,54 @@
+"""A model with windows and sinks is trained, exported, compared and served, end to end."""
+
+from __future__ import annotations
+
+import pytest
+from composing import CONFIGS
+from report_rows import NEEDLE
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer
+
+from dmc import Engine
+from dmc.config import build_config
+from dmc.models import load_model
+from dmc.results.compare import compare
+from dmc.results.grid import CompareConfig
+from dmc.results.store import Store
+from dmc.serving.answers import LocalService
+from dmc.serving.config import Limits
+from dmc.serving.server import make_app
+from dmc.serving.worker import Worker
+from dmc.training.config import RunConfig
+from dmc.training.run import train
+
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 12}
+SHAPES = {
+    "gemma3_text": {"query_pre_attn_scalar": 8},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def load(path, dtype, revision):
+    return load_model(path), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_hybrid_is_trained_exported_compared_and_served(family, run_values, tmp_path):
+    run_values["base"]["shape"] |= {"model_type": family, "max_position_embeddings": 512, **LAYERS, **SHAPES[family]}
+    run = train(build_config(RunConfig, run_values))
+    model, metrics = load_model(run.final), run.metrics(run.final)
+    assert len(model.compressed_layers) == 2 and metrics["achieved_ratio"] >= 1
+    grid = {"models": {"cr4": str(run.final)}, "policies": ["full", "snapkv"], "budgets": [2], "tasks": [NEEDLE]}
+    table = compare(build_config(CompareConfig, {**grid, "output": str(tmp_path / "grid")}), CONFIGS, load)
+    rows = Store(tmp_path / "grid" / "cells.jsonl").rows()
+    assert "cr4" in table and [len(row["head_ratios"]) for row in rows] == [2, 2]  # layers that are compressed
+    worker = Worker({"cr4": Engine(*load(run.final, None, None), memory=2**22, prefix_cache=True)}, 8)
+    worker.start()
+    try:
+        with TestClient(make_app(LocalService(worker), (), Limits())) as client:
+            asked = {"model": "cr4", "prompt": "import os\n" * 20, "max_tokens": 5, "temperature": 0}
+            first, again = (client.post("/v1/completions", json=asked).json() for _ in range(2))
+    finally:
+        worker.stop()
+    assert first["choices"][0]["text"] == again["choices"][0]["text"] and first["usage"]["completion_tokens"] > 0
