@@ -98,7 +98,7 @@ def test_it_runs_on_tiny_models_and_shows_pictures(path, folders, tmp_path, kern
         tables = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
         assert tables[0].count("| control, ") == 7 and "retrofit, learned" in tables[0]
         (page,) = tmp_path.glob("dmc_compare_*/report/report.html")
-        assert "as good in fewer bytes: " in tables[1] and page.as_uri() in tables[1]
+        assert "control with a full cache: " in tables[1] and page.as_uri() in tables[1]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -4,9 +4,9 @@
 * Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
   both. Bounds are Student's: of the contexts' part with their degrees of freedom, of the seeds' part with theirs.
 * "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
-  margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of answers 3 in n may
-  differ though none of n contexts does: no bound is nearer than that, so that "as good" needs 3 / margin contexts.
-  The margin that samples carry is the distance of a bound from the mean.
+  margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of n contexts whose
+  answers agree 3 in n may still differ, so that "as good" then needs 3 / margin contexts; see `UNSEEN`.
+* The margin that samples carry is the distance of a bound from the mean.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
   pages may leave a baseline a little more, and the table says so). The budget `bytes:NAME` measures methods in as many;
   without such a measurement a method has no figure.
@@ -33,6 +33,9 @@ CONFIDENCE = 0.95
 """Confidence of each bound, one-sided."""
 MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
+UNSEEN = 3.0
+"""Answers: 3 in n contexts may be unlike all n, and differ by so many times the largest difference of any of these, or
+wholly where none differs."""
 PAIRED = ["task", "metric", "task_key", "samples_key"]
 """Columns in which measurements agree that are paired sample by sample."""
 OF_FULL = ["key", "model", "named", "variant", "policy", "seed", "value", "samples", "bytes_per_token"]
@@ -55,7 +58,7 @@ class Estimate:
     degrees: float = math.inf
     """Degrees of freedom of that variance."""
     floor: float = 0.0
-    """Minimum distance of the bounds, whatever the spread."""
+    """Part of the bounds' distance that is for contexts unlike the sampled ones."""
     num_contexts: int = 0
     by_seed: tuple[float, ...] = ()
     """Mean of each seed."""
@@ -79,7 +82,7 @@ class Estimate:
         """
         if math.isnan(self.variance):
             return math.inf
-        of_contexts = max(_quantile(self.degrees) ** 2 * self.variance, self.floor**2)
+        of_contexts = _quantile(self.degrees) ** 2 * self.variance + self.floor**2
         of_seeds = _quantile(len(self.by_seed) - 1) ** 2 * self.variance_of_seeds if self.variance_of_seeds else 0.0
         return math.sqrt(of_contexts + of_seeds)
 
@@ -139,8 +142,8 @@ def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = Fa
     Args:
         values: see `Seeds`.
         contexts: context of each sample; empty: each sample has its own.
-        are_answers: whether they are (differences of) scores from 0 to 1, such as right or wrong answers. Where all of
-            n agree, 3 in n may still differ, at 95 %: the bound is never nearer.
+        are_answers: whether they are (differences of) scores from 0 to 1, such as right or wrong answers, whose rare
+            losses a few contexts need not show: see `UNSEEN`.
     """
     found = numpy.asarray(values, dtype=float)
     mean, by_seed, samples = float(found.mean()), tuple(found.mean(1).tolist()), found.shape[1]
@@ -152,7 +155,9 @@ def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = Fa
     parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
     variance = (num - 1) / num * float(parts @ parts)
     degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
-    return Estimate(mean, variance, degrees, 3 / num if are_answers else 0.0, num, by_seed)
+    largest = float(numpy.abs(numpy.bincount(members, found.mean(0)) / sizes).max())
+    unseen = (min(1.0, UNSEEN * largest) or 1.0) if are_answers else 0.0
+    return Estimate(mean, variance, degrees, 3 / num * unseen, num, by_seed)
 
 
 def difference(values: Seeds, other: Seeds, contexts: Sequence[Any] = (), higher_is_better: bool = False) -> Estimate:

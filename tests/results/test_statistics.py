@@ -4,6 +4,7 @@ import math
 
 import numpy
 import pytest
+from scipy.special import stdtrit
 
 from dmc.results.statistics import MARGIN, difference, estimate, mean_of
 
@@ -69,6 +70,36 @@ def test_answers_that_agree_by_chance_are_seldom_called_as_good(samples, rate):
         mean = mean_of([same, difference(scores[:, :5], scores[:, :5], higher_is_better=True)])
         assert mean.upper == pytest.approx(3 / 5 / 2)  # three questions of the smaller task may differ
     assert difference(right, right).upper == 0.0  # losses that agree do
+
+
+@pytest.mark.parametrize("evenness", [1, 5, 50])
+@pytest.mark.parametrize(("texts", "asked"), [(16, 8), (40, 8), (100, 2), (60, 1)])
+def test_a_margin_of_answers_that_texts_lose_unevenly_is_seldom_called_as_good(texts, asked, evenness):
+    """Down to texts of which a few lose nearly all answers, and most none."""
+    draw, margin, gained = numpy.random.default_rng(6), 0.05, 0.01
+    contexts, found = [index // asked for index in range(texts * asked)], []
+    for _ in range(COMPARISONS // 2):
+        rate = draw.beta((margin + gained) * evenness, (1 - margin - gained) * evenness, (texts, 1))
+        full, left = (draw.random((texts, asked)) >= share for share in (gained, rate))
+        comparison = difference(left.reshape(1, -1), full.reshape(1, -1), contexts, higher_is_better=True)
+        found.append(comparison.standing(margin))
+    assert found.count("as good") <= 0.065 * len(found)
+
+
+def test_the_contexts_that_are_needed_are_the_fewest_that_carry_a_margin():
+    for size in (1, 8):
+        draw = numpy.random.default_rng(7)
+        right = draw.random((2, 1, 16 * size)) < 0.9
+        found = difference(right[0], right[1], [index // size for index in range(16 * size)], higher_is_better=True)
+        margin, needed = found.reach / 3, found.contexts_needed(found.reach / 3)
+        scaled = [
+            math.hypot(stdtrit(num - 1, 0.95) * found.error * (16 / num) ** 0.5, found.floor * 16 / num)
+            for num in (needed - 1, needed)
+        ]
+        assert scaled[1] <= margin < scaled[0]
+        assert found.contexts_needed(found.reach) == 16
+    assert estimate([[0.1], [0.3]]).contexts_needed(1.0) is None
+    assert estimate([[0.1, 0.3], [0.8, 0.9]]).contexts_needed(0.1) is None  # the seeds are too far apart
 
 
 @pytest.mark.parametrize("design", [(16, 1, 0.9), (8, 4, 0.7), (100, 5, 0.9)], ids=str)
