@@ -1,11 +1,12 @@
 """Results in the format of kvpress's leaderboard (https://huggingface.co/spaces/nvidia/kvpress-leaderboard).
 
 A folder for each method and ratio, as kvpress 0.5.5 writes it: `ruler__4096__MODEL__PRESS__RATIO[__query_aware]` with
-`predictions.csv`, `metrics.json` and `config.yaml`. Ratios are the fraction removed, 1 - 1 / CR.
+`predictions.csv`, `metrics.json` and `config.yaml`. Its ratios are the fraction removed, 1 - 1 / CR.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,11 @@ from dmc.results.store import Store, replace_file
 TASK = "kvpress_ruler"
 """Task whose rows are written."""
 SAMPLES_PER_TASK = 500
-TOLERANCE = 0.02
-"""Difference in the fraction removed up to which a method counts as one of its requested ratio."""
+TOLERANCE = 0.05
+"""Difference in the fraction removed up to which a method counts as one of its requested ratio.
+
+Methods that compress only the prompt keep the answer's tokens: 128 of them leave 0.85 of 4,224 removed, not 0.875.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class Entry:
     def write(self, folder: Path) -> None:
         """Write its three files."""
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "predictions.csv", self.predictions.to_csv(index=False).encode())
+        replace_file(
+            folder / "predictions.csv", self.predictions.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC).encode()
+        )
         replace_file(folder / "metrics.json", json.dumps(self.metrics, indent=4).encode())
         replace_file(folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False).encode())
 
@@ -94,11 +100,9 @@ def read_entries(folder: Path) -> list[Entry]:
         ValueError: samples were not saved.
     """
     rows = Store(folder / "cells.jsonl").rows()
-    paths = {row["model"]: row["settings"]["model"]["path"] for row in rows if "path" in row["settings"].get("model", {})}
+    rows = [row for row in rows if row["status"] == DONE and str(row.get("benchmark")).partition(":")[0] == TASK]
     found = []
     for row in rows:
-        if row["status"] != DONE or row.get("benchmark", "").partition(":")[0] != TASK:
-            continue
         files = sorted((folder / "samples" / row["key"].replace("/", "__")).glob("*.jsonl"))
         if not files:
             raise ValueError(
@@ -106,6 +110,7 @@ def read_entries(folder: Path) -> list[Entry]:
                 "lm_eval.save_samples=true overwrite=true"
             )
         samples = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        paths = {other["model"]: other["settings"]["model"]["path"] for other in rows}
         found.append(Entry(config_of(row, paths), predictions_of(row, samples)))
     return found
 
@@ -173,7 +178,7 @@ def predictions_of(row: Row, samples: Sequence[Mapping[str, Any]]) -> pandas.Dat
                 "answer": document["answer"],
                 "task": document["task"],
                 "max_new_tokens": document["max_new_tokens"],
-                "predicted_answer": sample["filtered_resps"][0],
+                "predicted_answer": sample["filtered_resps"][0].replace("\0", ""),  # it ends a field for pandas 2
                 "compression_ratio": fraction_removed(row["achieved_ratio"]),
             }
         )

@@ -10,6 +10,7 @@ import yaml
 from scripts_here import run_script
 from transformers import AutoTokenizer
 
+from dmc.results.leaderboard import write_leaderboard
 from dmc.results.long_context.ruler import string_match
 from dmc.results.store import Store
 
@@ -86,7 +87,7 @@ def test_a_folder_holds_what_kvpress_writes_and_reads(models, data, tmp_path, mo
     rows = Store(Path("outputs/leaderboard/cells.jsonl")).rows()
     learned = next(row for row in rows if row["learned"])
     removed = 1 - 1 / learned["achieved_ratio"]
-    removed = 0.5 if abs(removed - 0.5) <= 0.02 else removed
+    removed = 0.5 if abs(removed - 0.5) <= 0.05 else removed
     model = str(models["base"]).replace("/", "--")
     names = [f"ruler__4096__{model}__{press}" for press in ("no_press__0.00", "h2o__0.25", "h2o__0.88")]
     names.append(f"ruler__4096__{model}__cr2__{removed:.2f}")
@@ -103,7 +104,7 @@ def test_a_folder_holds_what_kvpress_writes_and_reads(models, data, tmp_path, mo
         predictions = pandas.read_csv(folder / "predictions.csv", keep_default_na=False)
         assert {*predictions.columns} == COLUMNS and len(predictions) == 26
         assert bool((predictions["question"] == "").all()) == config["query_aware"]
-        assert predictions["compression_ratio"].sub(config["compression_ratio"]).abs().max() <= 0.02
+        assert predictions["compression_ratio"].sub(config["compression_ratio"]).abs().max() <= 0.05
         metrics = json.loads((folder / "metrics.json").read_text())
         assert [*metrics] == sorted(TASKS) and metrics == naive_metrics(predictions)
     assert any(row["metrics"]["string_match"] > 0 for row in rows)
@@ -122,10 +123,10 @@ def test_a_row_without_samples_is_refused_before_anything_is_written(tmp_path):
     row |= {"policy": "full", "task": "kvpress_ruler", "benchmark": "kvpress_ruler", "budget": None, "learned": False}
     row |= {"metrics": {}, "main_metric": None, "achieved_ratio": 1, "requested_ratio": 1}
     Store(tmp_path / "cells.jsonl").append(row | {"bytes_allocated_per_token": 1, "settings": {}, "question": "known"})
-    from dmc.results.leaderboard import write_leaderboard
-
-    with pytest.raises(ValueError, match="no samples: measure it again with lm_eval.save_samples=true overwrite=true"):
+    with pytest.raises(
+        ValueError, match=r"no samples: measure it again with lm_eval\.save_samples=true overwrite=true"
+    ):
         write_leaderboard([tmp_path], tmp_path / "out")
-    with pytest.raises(ValueError, match="run compare.py experiment=leaderboard first"):
+    with pytest.raises(ValueError, match=r"run compare\.py experiment=leaderboard first"):
         write_leaderboard([], tmp_path / "out")
     assert not (tmp_path / "out").exists()

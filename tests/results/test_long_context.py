@@ -1,0 +1,96 @@
+"""LongBench v2 and SCBench from folders: prompts, scores, and hidden questions."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report_rows import run_grid
+
+from dmc.results.long_context import longbench_v2, scbench
+
+pytestmark = pytest.mark.usefixtures("offline_lm_eval")
+TURNS = {
+    "scbench_kv": [("Key: alpha", "beta"), ("Key: gamma", "delta")],
+    "scbench_prefix_suffix": [("alpha ... delta?", "alpha beta delta")],
+    "scbench_qa_eng": [("Who?", ["Alpha", "Beta"])],
+    "scbench_choice_eng": [("Which?", ["beta", "B"])],
+    "scbench_vt": [("Variables?", ["VAR A", "VAR B"])],
+    "scbench_many_shot": [("Input: alpha", ["(A)"])],
+    "scbench_mf": [("The largest number of the list is", [7])],
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder as the user has it for each data set."""
+    (tmp_path / "scbench").mkdir()
+    for name, turns in TURNS.items():
+        asked = [{"input": text, "answer": answer, "options": ["a", "beta", "c", "d"]} for text, answer in turns]
+        line = json.dumps({"context": "alpha beta gamma " * 5, "multi_turns": asked, "id": 0})
+        (tmp_path / "scbench" / f"{name}.jsonl").write_text(line + "\n")
+    row = {"_id": "1", "context": "alpha beta " * 20, "question": "Which?", "answer": "B", "difficulty": "easy"}
+    row |= {f"choice_{letter}": f"word {letter}" for letter in "ABCD"} | {"length": "short", "domain": "d"}
+    (tmp_path / "longbench").mkdir()
+    (tmp_path / "longbench" / "data.json").write_text(json.dumps([row, row | {"answer": "C"}]))
+    return {"scbench": str(tmp_path / "scbench"), "longbench_v2": str(tmp_path / "longbench")}
+
+
+def test_a_grid_asks_them_after_the_context_has_been_compressed(make_config, data):
+    lm_eval = {"task_settings": data, "question": "hidden", "max_gen_toks": 3, "save_samples": True}
+    config = make_config(tasks=["scbench", "longbench_v2"], policies=["h2o"], budgets=[2], lm_eval=lm_eval)
+    rows = run_grid(config).rows()
+    assert [(row["task"], row["status"], row["samples"]) for row in rows] == [
+        ("scbench", "done", 8),
+        ("longbench_v2", "done", 2),
+    ]
+    assert [row["main_metric"] for row in rows] == ["score", "acc"]
+    prompts = {}
+    for file in Path(config.output, "samples").rglob("*.jsonl"):
+        prompts[file.stem] = [json.loads(line)["arguments"][0][0] for line in file.read_text().splitlines()]
+    context = "alpha beta gamma " * 5
+    assert prompts["scbench::scbench_kv"] == [
+        f"Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\nKey: {key}"
+        for key in ("alpha", "gamma")
+    ]
+    asked = "What is the largest number of the list?\n\nThe largest number of the list is"
+    assert prompts["scbench::scbench_mf"] == [f"The largest number of the list is\n\n{context}\n\n{asked}"]
+    assert prompts["longbench_v2"][0].endswith(
+        "alpha beta\n</text>\n\nWhat is the correct answer to this question: Which?\nChoices:\n(A) word A\n(B) word B\n"
+        '(C) word C\n(D) word D\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
+    )
+
+
+def test_a_missing_folder_is_named_with_the_setting(data):
+    with pytest.raises(FileNotFoundError, match=r"elsewhere/scbench_kv\.jsonl; give \+lm_eval\.task_settings\.scbench"):
+        scbench.documents("scbench_kv", scbench="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "label", "score"),
+    [
+        ("scbench_kv", ' "beta".', "beta", 1),
+        ("scbench_prefix_suffix", "alpha beta", "alpha beta delta", 0),
+        ("scbench_qa_eng", "It was BETA.", ["Alpha", "Beta"], 1),
+        ("scbench_many_shot", "(B)", ["(A)"], 0),
+        ("scbench_vt", "var a, VAR C", ["VAR A", "VAR B", "VAR D"], 0.33),
+        ("scbench_mf", " is 7.5 and 3", [7], 1),
+        ("scbench_mf", "8, 7", [7], 0),
+        ("scbench_mf", "7.5", [7.5], 1),
+        ("scbench_mf", "none", [7], 0),
+        ("scbench_choice_eng", "B. beta", ["beta", "B"], 1),
+        ("scbench_choice_eng", "beta", ["beta", "B"], 1),
+        ("scbench_choice_eng", "the answer is: B", ["beta", "B"], 1),
+        ("scbench_choice_eng", "I say C, or B", "B", 0),
+        ("scbench_choice_eng", "", "B", 0),
+    ],
+)
+def test_answers_are_scored_as_the_data_set_does(name, prediction, label, score):
+    assert scbench.process_results({"set": name, "answer": json.dumps(label)}, [prediction]) == {"score": score}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [("**The correct answer is (B)**", 1), ("The correct answer is B.", 1), ("B", 0), ("The correct answer is (A)", 0)],
+)
+def test_a_choice_is_read_from_words(prediction, score):
+    assert longbench_v2.process_results({"answer": "B"}, [prediction]) == {"acc": score}
