@@ -64,7 +64,7 @@ def write_tables(
 ) -> str:
     """Write `table.md`, `results.csv` (a line for each method, budget and task) and `measurements.csv`.
 
-    The file begins with the verdict.
+    The verdict stands at the end, where a terminal stops.
 
     Args:
         store: the results.
@@ -73,21 +73,21 @@ def write_tables(
         metrics: metrics with tables; None: each task's main one.
         keys: keys of the cells to show; None: all.
     Returns:
-        The tables, with the verdict at the end, where a terminal stops.
+        The tables and the verdict.
     """
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
     sentences = [*verdicts_of(summary, beside_baselines(frame, reference, metrics))]
-    verdict = ["### Verdict", *sentences] if sentences else []
     tables = [*format_tables(frame, reference, metrics, summary), *problems_of(rows)]
-    replace_file(folder / TABLE, ("\n\n".join([*verdict, *tables]) + "\n").encode())
+    table = "\n\n".join([*tables, *(["### Verdict"] if sentences else []), *sentences])
+    replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())
     content = (
         frame.drop(columns=["samples", "contexts", "members", "folder"]).dropna(axis=1, how="all").to_csv(index=False)
     )
     replace_file(folder / MEASUREMENTS, content.encode())
-    return "\n\n".join([*tables, *verdict])
+    return table
 
 
 def format_tables(

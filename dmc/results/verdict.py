@@ -127,7 +127,7 @@ def _reached(
         more = f" (+{100 * (baseline['baseline_bytes'] - 1):.0f} %)" if baseline["baseline_bytes"] > SAME_BYTES else ""
         value = scale.value(baseline["baseline_value"], baseline["baseline_error"])
         parts.append(f"best training-free method in as many bytes{more}: {baseline['baseline']}, {value}")
-    elif best["learned"]:
+    elif best["learned"] and len(same):
         parts.append("no training-free method is compared in as many bytes")
     return f"{'; '.join(parts)} ({_samples(best)})." if best["samples"] else f"{'; '.join(parts)}."
 

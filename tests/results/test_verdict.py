@@ -147,8 +147,8 @@ CASES = {
     ),
     "no full cache": (
         [retrofit(), policy("h2o", 3.3)],
-        "text: retrofit at CR 4: loss 3.100 ± 0.005 nats in 250 bytes per token; it is compared with no full cache; "
-        f"{ALONE}",
+        "text: retrofit at CR 4: loss 3.100 ± 0.005 nats in 250 bytes per token; it is compared with no full cache (16 "
+        "samples, one model).",
     ),
     "several retrofits": (
         [full(), retrofit(3.0), retrofit(3.1, size=125, model="cr8"), retrofit(3.2, size=120, model="near"),
