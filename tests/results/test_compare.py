@@ -102,7 +102,8 @@ def test_a_row_tells_quality_and_memory(make_config, folders):
     assert small["achieved_ratio"] > 1.2
     assert (full["main_metric"], full["higher_is_better"]) == ("exact_match", True)
     assert full["metrics"]["exact_match"] == sum(full["sample_values"]) / 2
-    assert keep["settings"]["policy"] == {"_target_": "users_keep.Keep", "flag": False}
+    asked = {"_target_": "users_keep.Keep", "flag": False, "protect": 0.0, "bounds": None}
+    assert keep["settings"]["policy"] == asked
     assert keep["settings"]["task"]["lengths"] == [40]
     assert "versions" in full["provenance"]
 
