@@ -1,4 +1,4 @@
-"""LongBench v2 and SCBench from folders: prompts, scores, and hidden questions."""
+"""LongBench v2, SCBench and LongMemEval from folders: prompts, scores, and hidden questions."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from report_rows import run_grid
 
-from dmc.results.long_context import longbench_v2, scbench
+from dmc.results.long_context import longbench_v2, longmemeval, scbench
 
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 TURNS = {
@@ -32,18 +32,25 @@ def data(tmp_path):
     row |= {f"choice_{letter}": f"word {letter}" for letter in "ABCD"} | {"length": "short", "domain": "d"}
     (tmp_path / "longbench").mkdir()
     (tmp_path / "longbench" / "data.json").write_text(json.dumps([row, row | {"answer": "C"}]))
-    return {"scbench": str(tmp_path / "scbench"), "longbench_v2": str(tmp_path / "longbench")}
+    turns = [{"role": "user", "content": "alpha?", "has_answer": True}, {"role": "assistant", "content": "beta"}]
+    row = {"question_id": "q1", "question_type": "multi-session", "question": "Which?", "answer": 3}
+    row |= {"question_date": "2023/05/30", "haystack_dates": ["2023/05/20", "2023/05/10"]}
+    (tmp_path / "memory.json").write_text(json.dumps([row | {"haystack_sessions": [turns, turns[:1]]}]))
+    found = {"scbench": tmp_path / "scbench", "longbench_v2": tmp_path / "longbench"}
+    return {name: str(path) for name, path in (found | {"longmemeval": tmp_path / "memory.json"}).items()}
 
 
 def test_a_grid_asks_them_after_the_context_has_been_compressed(make_config, data):
     lm_eval = {"task_settings": data, "question": "hidden", "max_gen_toks": 3, "save_samples": True}
-    config = make_config(tasks=["scbench", "longbench_v2"], policies=["h2o"], budgets=[2], lm_eval=lm_eval)
+    tasks = ["scbench", "longbench_v2", "longmemeval"]
+    config = make_config(tasks=tasks, policies=["h2o"], budgets=[2], lm_eval=lm_eval)
     rows = run_grid(config).rows()
     assert [(row["task"], row["status"], row["samples"]) for row in rows] == [
         ("scbench", "done", 8),
         ("longbench_v2", "done", 2),
+        ("longmemeval", "done", 1),
     ]
-    assert [row["main_metric"] for row in rows] == ["score", "acc"]
+    assert [row["main_metric"] for row in rows] == ["score", "acc", "holds_answer"]
     prompts = {}
     for file in Path(config.output, "samples").rglob("*.jsonl"):
         prompts[file.stem] = [json.loads(line)["arguments"][0][0] for line in file.read_text().splitlines()]
@@ -58,11 +65,19 @@ def test_a_grid_asks_them_after_the_context_has_been_compressed(make_config, dat
         "alpha beta\n</text>\n\nWhat is the correct answer to this question: Which?\nChoices:\n(A) word A\n(B) word B\n"
         '(C) word C\n(D) word D\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
     )
+    assert prompts["longmemeval"][0].endswith(
+        "History Chats:\n\n\n### Session 1:\nSession Date: 2023/05/10\nSession Content:\n\n"
+        '[{"role": "user", "content": "alpha?"}]\n\n### Session 2:\nSession Date: 2023/05/20\nSession Content:\n\n'
+        '[{"role": "user", "content": "alpha?"}, {"role": "assistant", "content": "beta"}]\n'
+        "\nCurrent Date: 2023/05/30\nQuestion: Which?\nAnswer:"
+    )
 
 
 def test_a_missing_folder_is_named_with_the_setting(data):
     with pytest.raises(FileNotFoundError, match=r"elsewhere/scbench_kv\.jsonl; give \+lm_eval\.task_settings\.scbench"):
         scbench.documents("scbench_kv", scbench="elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"no file; give \+lm_eval\.task_settings\.longmemeval=FILE"):
+        longmemeval.documents()
 
 
 @pytest.mark.parametrize(
@@ -94,3 +109,11 @@ def test_answers_are_scored_as_the_data_set_does(name, prediction, label, score)
 )
 def test_a_choice_is_read_from_words(prediction, score):
     assert longbench_v2.process_results({"answer": "B"}, [prediction]) == {"acc": score}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "score"),
+    [("It was 3, I think.", "3", 1), ("13", "3", 0), ("The Blue-Car", "blue car", 1), ("car, blue", "blue car", 0)],
+)
+def test_an_answer_is_held_where_its_words_are(prediction, answer, score):
+    assert longmemeval.process_results({"answer": answer}, [prediction]) == {"holds_answer": score}
