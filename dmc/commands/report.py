@@ -51,8 +51,8 @@ def collect(folder: Path) -> str:
     """Put the metrics of all runs in a folder into its store, draw each run's `curves.png`, and return tables."""
     rows, unfinished = read_runs(folder)
     for run in _runs_in(folder):
-        gates, log = read_config(run).compression, read_log(run)
-        if len(log):
+        if len(log := read_log(run)):
+            gates = read_config(run).compression
             ratio = "decided_ratio" if gates is not None and gates.target_counts == "decided" else "achieved_ratio"
             replace_file(run / CURVES_NAME, draw_curves(log, ratio))
     store = Store(folder / "cells.jsonl")

@@ -26,7 +26,7 @@ from dmc.runtime import Engine, GenerationStats
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-OWN_TASKS = str(Path(__file__).with_name("long_context"))
+LONG_CONTEXT = str(Path(__file__).with_name("long_context"))
 """Folder of this project's tasks for lm-eval."""
 CODE_CONSENT = "HF_ALLOW_CODE_EVAL"
 """Environment variable that allows Hugging Face's code_eval to run generated code."""
@@ -311,7 +311,7 @@ def list_tasks(names: tuple[str, ...], folder: str | None, metadata_json: str) -
     """
     from lm_eval.tasks import TaskManager
 
-    places, metadata = [OWN_TASKS, *([] if folder is None else [folder])], json.loads(metadata_json)
+    places, metadata = [LONG_CONTEXT, *([] if folder is None else [folder])], json.loads(metadata_json)
     manager = TaskManager(include_path=places, include_defaults=False, metadata=metadata)
     is_enough = set(names) <= set(manager.all_tasks)
     return manager if is_enough else TaskManager(include_path=places, metadata=metadata)

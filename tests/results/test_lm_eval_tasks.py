@@ -22,7 +22,14 @@ from dmc.budget import Budget
 from dmc.models.loading import load_with_tokenizer
 from dmc.policies import H2O
 from dmc.results.grid import plan_grid
-from dmc.results.lm_eval_tasks import CODE_CONSENT, OWN_TASKS, Benchmark, LMEvalSettings, check_tasks, read_benchmarks
+from dmc.results.lm_eval_tasks import (
+    CODE_CONSENT,
+    LONG_CONTEXT,
+    Benchmark,
+    LMEvalSettings,
+    check_tasks,
+    read_benchmarks,
+)
 from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
@@ -202,7 +209,7 @@ def everything(tasks_folder):
     names = ["aime", "arc", "coqa", "glue", "gsm8k", "hellaswag", "humaneval", "infinitebench", "longbench", "mathqa"]
     names += ["minerva_math", "mmlu/default", "openbookqa", "piqa", "ruler", "super_glue", "truthfulqa", "winogrande"]
     folders = [Path(lm_eval.tasks.__file__).parent / name for name in names]
-    return TaskManager(include_path=[*folders, OWN_TASKS, tasks_folder], include_defaults=False)
+    return TaskManager(include_path=[*folders, LONG_CONTEXT, tasks_folder], include_defaults=False)
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
