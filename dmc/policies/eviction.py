@@ -128,13 +128,11 @@ class EvictionPolicy(Protection, CachePolicy):
         return [limit] * len(weights)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:
-        """Score the entries: the highest stay, +inf always stays; of equal ones the youngest is evicted first.
+        """Score entries, float32 [S, H, N]: the highest stay, of equal ones the oldest; +inf always stays.
 
         Args:
             entries: entries of one layer.
             budget: entries per head that stay, a number or [S].
-        Returns:
-            Float32 [S, H, N].
         """
         raise NotImplementedError
 
@@ -149,7 +147,7 @@ class EvictionPolicy(Protection, CachePolicy):
         Args:
             entries: entries of one layer.
             leaving: which are evicted, bool [S, H, N]; of a generated token at most one of each head.
-            budget: entries per head that stay when a prompt ends, a number; of a generated token [S].
+            budget: see `scores`.
         """
         return None
 
@@ -157,9 +155,8 @@ class EvictionPolicy(Protection, CachePolicy):
 class Eviction(CacheAttention):
     """Attends to all entries, then evicts: when a prompt ends, and after every generated token.
 
-    The queries of a prompt see all of it. A sequence's layers are compressed one by one as they finish, unless the
-    policy needs all of them first. The entries of a model with learned gates are slots, which are evicted only when a
-    prompt ends: the window's queries then rank the slots.
+    The queries of a prompt see all of it. Layers are compressed one by one as they finish, unless the policy needs all
+    of them first. Slots of learned gates are evicted only when a prompt ends: the window's queries rank them.
     """
 
     def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:

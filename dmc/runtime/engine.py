@@ -84,9 +84,8 @@ class Engine:
             cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
         prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
             a policy they are computed again: what stays then depends on where a prompt ends.
-        compile: whether the decoder layers are compiled by torch.compile, around their attention, in passes that only
-            decode; the first such passes, with one sequence and with several, take the seconds of it. "auto": on a
-            GPU, where they can be.
+        compile: whether decoder layers are compiled by torch.compile, around their attention, in passes that only
+            decode, the first of which take the seconds of it; "auto": on a GPU, where they can be.
         cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
             and replayed, the choice of tokens included; "auto": where they can be, not under policies that ask
             the host while generating. A model that waits for the device goes on without them, with a warning.

@@ -121,8 +121,8 @@ class EngineCore:
         """Wait for a launched step and append its tokens."""
         *rows, (num_free, *_) = launched.copy.on_host().tolist()
         ahead = self._launched
-        if self.cache.layout.ranks.size == 1 and launched.num_counted == self.cache.num_counted:
-            self.cache.note_free(int(num_free), None if ahead is None else ahead.batch.rows)
+        if self.cache.layout.ranks.size == 1 and launched.num_counted == self.cache.free.num_counted:
+            self.cache.free.note(int(num_free), None if ahead is None else ahead.batch.rows)
         requests, log_probs = launched.batch.requests, launched.log_probs
         rows = rows[: len(requests)]
         here = [index for index, (token, *_) in enumerate(rows) if token != SITS_OUT]
@@ -199,7 +199,7 @@ class EngineCore:
         ranks = self.cache.layout.ranks
         *rows, (num_free, *_) = ranks.broadcast(self.runner.packed(found.choose(sampling))).tolist()
         if ranks.size == 1:
-            self.cache.note_free(int(num_free))
+            self.cache.free.note(int(num_free))
         return self._accept(requests, self._closed(rows, sampling, found), found, errors)
 
     def _closed(self, rows: list[list[float]], sampling: Sampling, found: Distributions | None) -> list[list[float]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -18,31 +16,12 @@ from dmc.kernels.pages import gather_pages
 from dmc.policies.protection import split_positions
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.field_store import FieldStore
+from dmc.runtime.free_blocks import FreeBlocks
 from dmc.runtime.slow_pool import CopyStream, SlowPool
+from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.tally import Tally
 
 FIRST_POOL_BLOCKS = 256
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """What a sequence held at some point: it holds the blocks too, those that the sequence writes on as copies."""
-
-    tokens_seen: int
-    states: dict[str, Tensor]
-    """Its row, block table and lengths included, [layers, ...] each."""
-
-    def first(self, num_tokens: int) -> Snapshot:
-        """Return what was held after so many tokens: all, or those of whole blocks of a full cache."""
-        if num_tokens == self.tokens_seen:
-            return self
-        lengths = torch.full_like(self.states["lengths"], num_tokens)
-        return Snapshot(num_tokens, {**self.states, "lengths": lengths})
-
-    @property
-    def num_bytes(self) -> int:
-        """Beside its blocks."""
-        return sum(state.numel() * state.element_size() for state in self.states.values())
 
 
 class PagedCache:
@@ -78,9 +57,6 @@ class PagedCache:
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
         shape = len(layout.places), size[1], layout.num_kv_heads
         self.tally = Tally(shape, block_size, layout.device)
-        no_limit = torch.iinfo(torch.int64).max
-        limits = torch.tensor([no_limit] * layout.num_layers + list(layout.rings), device=layout.device)
-        self._limits = limits[:, None, None]  # entries that a head of each layer can come to
         self._layers: dict[int, LayerCache] = {}
         self._sinks: dict[int, Tensor] = {}
         self.place = -1
@@ -88,9 +64,7 @@ class PagedCache:
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
-        self._known_free, self.num_counted = self.allocator.num_blocks, 0
-        """`num_counted`: how often the device was asked how many blocks are free, as whenever the host takes some."""
-        self._fed_since_known = torch.zeros(max_sequences, dtype=torch.long)
+        self.free = FreeBlocks(layout, self.allocator, block_size, max_sequences)
 
     @property
     def num_free_rows(self) -> int:
@@ -142,7 +116,7 @@ class PagedCache:
         if self.slow is not None:
             self.slow.free(row)
         self._free_rows.append(row)
-        self._count_free()
+        self.free.count()
 
     def snapshot(self, row: int, moves: bool = False) -> Snapshot:
         """Hold on to what a sequence holds now; it goes on, unless it `moves`: then its row is closed.
@@ -163,7 +137,7 @@ class PagedCache:
     def drop(self, snapshot: Snapshot) -> None:
         """Let go of a snapshot's blocks."""
         self.allocator.free(self._blocks_of(snapshot.states["block_tables"], snapshot.states["lengths"]))
-        self._count_free()
+        self.free.count()
 
     def blocks_only_in(self, snapshots: Iterable[Snapshot]) -> int:
         """Blocks that these alone hold."""
@@ -204,7 +178,7 @@ class PagedCache:
         self.fields.copy_blocks(old, fresh.long())
         self.allocator.share(tables[is_shared])
         tables[is_open] = fresh
-        self._count_free()
+        self.free.count()
         return tables
 
     def reset(self) -> None:
@@ -216,8 +190,7 @@ class PagedCache:
         if self.slow is not None:
             for row in self._free_rows:
                 self.slow.free(row)
-        self._known_free = self.allocator.num_blocks  # not asked of the other ranks: this one may have failed alone
-        self._fed_since_known.zero_()
+        self.free.note(self.allocator.num_blocks)  # not asked of the other ranks: this one may have failed alone
 
     def _owned_blocks(self, row: int) -> Tensor:
         return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
@@ -258,16 +231,16 @@ class PagedCache:
 
         Every token is taken to be appended. The device is asked only when what was known of it does not settle this.
         """
-        return self.grows or self._missing_blocks(rows, num_new, others) <= 0
+        return self.grows or self.free.missing(self.all_lengths, rows, num_new, others) <= 0
 
     def would_grow(self, rows: list[int], num_new: list[int]) -> bool:
         """Whether a pool that grows would on some rank, if all of these tokens were appended; asked as by `fits`."""
-        return self.grows and bool(rows) and self._missing_blocks(rows, num_new) > 0
+        return self.grows and bool(rows) and self.free.missing(self.all_lengths, rows, num_new, 0) > 0
 
     def tokens_that_fit(self, rows: list[int], num_new: list[int]) -> int:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
-        self._count_free()
-        left = self._known_free - self._blocks_needed(rows, num_new)
+        self.free.count()
+        left = self.free.known - self.free.needed(self.all_lengths[:, rows], num_new)
         return max(left // (len(self.layout.places) * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
@@ -282,10 +255,10 @@ class PagedCache:
 
     def has_free(self, num_blocks: int) -> bool:
         """Whether so many blocks are free, on every rank; the device is asked as by `fits`."""
-        if self.grows or num_blocks <= self._known_free - self._most_taken(self._fed_since_known):
+        if self.grows or num_blocks <= self.free.at_least:
             return True
-        self._count_free()
-        return num_blocks <= self._known_free
+        self.free.count()
+        return num_blocks <= self.free.known
 
     def blocks_held(self, row: int) -> int:
         """Blocks of a sequence, shared ones too; the most of any rank."""
@@ -293,9 +266,7 @@ class PagedCache:
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
-        fed = self._fed_since_known.clone()
-        fed[rows] += 1
-        return self._most_taken(fed) <= self._known_free and length <= self.block_tables.shape[-1] * self.block_size
+        return self.free.left_after(rows, 1) >= 0 and length <= self.block_tables.shape[-1] * self.block_size
 
     def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
@@ -309,14 +280,13 @@ class PagedCache:
         num_new = torch.as_tensor(num_new)
         self._grows_by_layer = self.grows and int(num_new.max()) > 1
         if self._grows_by_layer:
-            self._room = self._known_free - self._most_taken(self._fed_since_known)
-            self._known_free = 0
+            self._room, self.free.known = self.free.at_least, 0
         else:
-            missing = self._missing_blocks(rows, num_new)
+            missing = self.free.missing(self.all_lengths, rows, num_new, 0)
             if missing > 0:
                 self._grow_pool(missing)
-                self._count_free()
-        self._fed_since_known[rows] += num_new
+                self.free.count()
+        self.free.fed_since[rows] += num_new
         most_tokens = int((self.tokens_seen[rows] + num_new).max())
         if not self.layout.num_layers:
             most_tokens = min(most_tokens, max(self.layout.rings))
@@ -354,42 +324,6 @@ class PagedCache:
                 self._grow_pool(wanted - self._room)
                 self._room += self.allocator.num_blocks - before
         self._room -= wanted
-
-    def _missing_blocks(self, rows: list[int] | Tensor, num_new: list[int] | Tensor, others: int = 0) -> int:
-        """Blocks that could be lacking if every token is appended; <= 0: none."""
-        fed = self._fed_since_known.clone()
-        fed[rows] += torch.as_tensor(num_new, dtype=torch.long)
-        if (most_taken := self._most_taken(fed) + others) <= self._known_free:
-            return most_taken - self._known_free
-        if self._fed_since_known.any():
-            self._count_free()
-        return self._blocks_needed(rows, num_new) + others - self._known_free
-
-    def _blocks_needed(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> int:
-        """Blocks that rows take for so many tokens each if all are appended; the most of any rank."""
-        counts = torch.as_tensor(num_new, dtype=torch.long, device=self.lengths.device)
-        lengths = self.all_lengths[:, rows].long()
-        grown = -(-(lengths + counts[None, :, None]).minimum(self._limits) // self.block_size)
-        return self.layout.ranks.all_reduce(int((grown - -(-lengths // self.block_size)).sum()), "max")
-
-    def _most_taken(self, num_computed_tokens: Tensor) -> int:
-        """Blocks that rows may have taken that were fed so many tokens each, int64 [C]."""
-        blocks = self.layout.num_layers * int((-(-num_computed_tokens // self.block_size)).sum())
-        for ring, count in Counter(self.layout.rings).items():
-            blocks += count * int((-(-num_computed_tokens.clamp_max(ring) // self.block_size)).sum())
-        return self.layout.num_kv_heads * blocks
-
-    def _count_free(self) -> None:
-        """Ask the device, and the other ranks: all must decide alike what fits."""
-        self.note_free(self.layout.ranks.all_reduce(self.allocator.num_free, "min"))
-        self.num_counted += 1
-
-    def note_free(self, num_blocks: int, fed_since: Tensor | None = None) -> None:
-        """Learn how many blocks were free, on every rank, before these rows were fed a token; None: none was."""
-        self._known_free = num_blocks
-        self._fed_since_known.zero_()
-        if fed_since is not None:
-            self._fed_since_known[fed_since] = 1
 
     def _grow_pool(self, missing: int) -> None:
         if not self.grows:

@@ -8,8 +8,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from dmc.runtime.paged_cache import PagedCache, Snapshot
+from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.request import Sequence
+from dmc.runtime.snapshot import Snapshot
 
 LEAST_BLOCKS = 4
 """Minimum blocks of a reused prefix: recomputing a shorter one is no slower than finding and copying it."""

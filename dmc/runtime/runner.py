@@ -36,7 +36,7 @@ class LaunchedStep:
     copy: PendingCopy
     """See `Runner.packed`."""
     num_counted: int
-    """`PagedCache.num_counted` when it was launched."""
+    """`FreeBlocks.num_counted` when it was launched."""
     goes_on: bool = True
     """Whether the next step may be launched before this one is read."""
 
@@ -146,7 +146,7 @@ class Runner:
         device = self.cache.layout.device
         copied = packed.to("cpu", non_blocking=True, copy=True)
         event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return LaunchedStep(batch, log_probs, PendingCopy(copied, event), self.cache.num_counted)
+        return LaunchedStep(batch, log_probs, PendingCopy(copied, event), self.cache.free.num_counted)
 
     def book(self, requests: list[Request]) -> None:
         """Count the token that each of these requests was fed in a launched step."""

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from dmc.kernels.batch import GENERATED, Phase
 from dmc.policies import CachePolicy
-from dmc.runtime.paged_cache import PagedCache, Snapshot
+from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.request import Sequence
+from dmc.runtime.snapshot import Snapshot
 
 RESERVE = 2
 """A preempted sequence returns when this many times the blocks that its known tokens will take are free.
