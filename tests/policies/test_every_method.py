@@ -1,15 +1,13 @@
 """Every training-free method against its oracle, at each budget, group and option, and what it refuses."""
 
 import pytest
+from evicting import METHODS, SURE
 
 from dmc import Engine, policies
 from dmc.budget import Budget
 from dmc.policies import InfLLM, OmniKV, Quest
 
-SURE = {"expectation": True}  # CaM's draws are its own
 BLOCKS = {"block_size": 4, "representatives": 2, "initial": 2, "local": 6, "chunk": 8}
-METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
-METHODS += ["D2O", "ExpectedAttention", "KVzip"]
 AGREE = [*((method, {}) for method in METHODS), ("CaM", SURE)]
 AGREE += [("StreamingLLM", {"rerotate": True, "sinks": sinks}) for sinks in (0, 4, 99)]
 OPTIONS = {

@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 from oracles.dense_hybrid import DenseHybrid, answers
-from policies.conftest import serve
 from runtime.test_laws import POLICIES, READING
 from runtime.test_windows import FAMILIES, FULL, SLIDING, hybrid, own_tokens, texts
 
@@ -30,13 +29,13 @@ def with_budget(policy, budget):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
 @pytest.mark.parametrize(("method", "options"), [("H2O", {}), ("SnapKV", {"window": 8, "kernel_size": 5})])
-def test_full_layers_keep_what_a_dense_oracle_keeps(family, method, options):
+def test_full_layers_keep_what_a_dense_oracle_keeps(scored, family, method, options):
     model, (prompt, continuation) = hybrid(family), texts(240, 60)
     oracle = DenseHybrid(method, len(prompt), 32, **options)
     expected = answers(model, prompt + continuation[:-1], oracle)[len(prompt) - 1 :]
     policy = getattr(policies, method)(budget=Budget(tokens=32), **options)
     for chunk in (None, 50):
-        (trace,) = serve(model, policy, [prompt], [continuation], prefill_chunk_size=chunk)
+        (trace,) = scored(model, policy, [prompt], [continuation], prefill_chunk_size=chunk)
         torch.testing.assert_close(trace.log_probs, expected, atol=TOLERANCE, rtol=0)
         held = [positions for layer in trace.positions for positions in layer]
         assert held == [sorted(kept) for _, kept in sorted(oracle.kept.items())] and len(held) == 2 * 2

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from evicting import METHODS, SURE
 from omegaconf import OmegaConf
-from policies.test_every_method import METHODS, SURE
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget

@@ -123,4 +123,4 @@ def test_a_grid_analyzes_caches_and_the_page_draws_it(make_config, folders, tmp_
     assert "share held by tokens and layer" in plot.title and len(plot.axes.lines) == 3  # two layers, and all
     heads = learned[learned["by"] == "layer head"]
     assert heads["value"].max() > 1 and findings.summary.empty
-    assert "No method is compared" in write_page(findings, tmp_path / "page").read_text()
+    assert "No method was measured on a task" in write_page(findings, tmp_path / "page").read_text()

@@ -476,7 +476,10 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
-        (lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300), "lengths: 20 tokens have no"),
+        (
+            lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300),
+            "lengths: 20 tokens leave no",
+        ),
         (lambda tokenizer: KeyValuePairs(lengths=[60]).samples(tokenizer, 300), "no room for a single pair"),
         (lambda _: FactRecall(haystack=FILLER, keys=5, questions=6), "questions=6: expected at most the keys=5"),
         (lambda _: FactRecall(haystack=FILLER, keys=9, num_keys=8), "keys=9: expected at most 8"),

@@ -117,8 +117,9 @@ def test_what_cannot_be_compiled_is_told(make_stock: Any, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"compile=True: LlamaForCausalLM has no decoder layers .* use compile=False"):
         Engine(model, compile=True)
     monkeypatch.undo()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match=r"compile=True: torch.compile needs a C\+\+ compiler .*; use compile=False"):
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    message = r"compile=True: torch.compile needs a C\+\+ compiler .*; use compile=False"
+    with no_compiler, pytest.raises(ValueError, match=message):
         Engine(model, compile=True)
 
 

@@ -276,9 +276,9 @@ def test_compiled_layers_launch_at_most_as_much(
     attention, found = Launches(device="cpu"), []
 
     def counted(attend: Any) -> Any:
-        def inner(*arguments: Any) -> Any:
+        def inner(*arguments: Any, **options: Any) -> Any:
             with attention:
-                return attend(*arguments)
+                return attend(*arguments, **options)
 
         return inner
 

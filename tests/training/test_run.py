@@ -357,6 +357,6 @@ def test_only_a_run_that_says_so_is_uploaded_and_none_without_a_token_starts(run
     assert b'from_pretrained("me/other")' in hub.files["me/other"]["README.md"] and hub.commits == 2
     monkeypatch.setattr("dmc.training.model_folder.get_token", lambda: None)
     fresh = build_config(RunConfig, run_values | {"output_dir": str(tmp_path / "fresh")})
-    with pytest.raises(ValueError, match="push_to_hub=me/tiny: there is no token"):
+    with pytest.raises(ValueError, match="push_to_hub=me/tiny: no Hugging Face token"):
         train(fresh)
     assert not (tmp_path / "fresh").exists()
