@@ -40,6 +40,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"policy": policies.OmniKV(budget=Budget(ratio=1), filter_layers=(0,), offload=True)},  # chooses all: exact
     ),
     "TOVA": ("full cache", {"policy": policies.TOVA(budget=Budget(ratio=2))}, {}),
+    "windows and sinks": ("windows and sinks", {}, {}),
+    "windows and sinks, H2O": ("windows and sinks", {"policy": policies.H2O(budget=Budget(ratio=2))}, {}),
 }
 """Beside backends and gates: the model, options of both engines, and of the one that is checked."""
 Rows = Iterator[dict[str, Any]]
@@ -218,6 +220,9 @@ def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
     prompts = random_tokens(place.size(700, 22), place.size(300, 9))
     continuations = random_tokens(place.size(40, 6), place.size(50, 7))
     models = {"full cache": twin(stock), "three layers": random_model(place.shape(3), dtype, place.device)}
+    of_kinds = {"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 1}
+    of_kinds |= {"sliding_window": place.size(128, 8), "num_experts_per_tok": 1}  # one expert: nothing is routed
+    models["windows and sinks"] = random_model({**place.shape(2), **of_kinds}, dtype, place.device)
     for gates, changes in {**GATES, "exact merge": {"window_size": None}}.items():
         config = CompressionConfig(decision_offset=0.0, **changes)  # every other token, for keys spread evenly about 0
         models[gates] = retrofit(twin(stock), config)
