@@ -72,8 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", default="64,512", help="numbers of sequences")
     parser.add_argument("--rounds", type=int, default=200, help="steps of each case")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     add_output_option(parser)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     table = Table(__file__, options.output)
     for count in map(int, options.sequences.split(",")):

@@ -55,7 +55,8 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     cuts = shard_model(model, ranks)
-    stored = _read_slices(folder, cuts, ranks, dtype or config.dtype or torch.float32, device)
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    stored = _read_slices(folder, cuts, ranks, dtype or config.dtype or torch.float32, device, exact)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     fill_buffers(model, device)
@@ -180,9 +181,14 @@ class SummedLinear(nn.Module):
 
 
 def _read_slices(
-    folder: Path, cuts: dict[str, Cut], ranks: Ranks, dtype: torch.dtype, device: torch.device | str
+    folder: Path,
+    cuts: dict[str, Cut],
+    ranks: Ranks,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    exact: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Read every parameter of a folder; of sharded ones this rank's slice only."""
+    """Read every parameter of a folder, of sharded ones this rank's slice only; those named by `exact` in float32."""
     stored = {}
     for name, weight in open_weights(folder).items():
         part = [slice(None) for _ in weight.get_shape()]
@@ -191,5 +197,6 @@ def _read_slices(
             share = weight.get_shape()[how] // ranks.size
             part[how] = slice(ranks.rank * share, (ranks.rank + 1) * share)
         found = weight[tuple(part)]
-        stored[name] = (_cut(found, how, ranks) if how == PACKED else found).to(device, dtype)
+        kept = torch.float32 if any(module in name for module in exact) else dtype
+        stored[name] = (_cut(found, how, ranks) if how == PACKED else found).to(device, kept)
     return stored

@@ -251,8 +251,9 @@ class Eviction(CacheAttention):
         policy, layer, rows = self.policy, self.cache.layer(layer_index), batch.row_index
         if layer_index == 0:
             room = self.cache.block_tables.shape[-1] * self.cache.block_size
-            # a recorded step cannot ask; after a prompt no head exceeds its budget, and later layers append as this one
-            longest = int(self.cache.lengths[:, rows].max()) if batch.is_known else policy.budget.entries(room)
+            # a recorded step cannot ask; no head exceeds its budget, but a layer's may be far above its equal share
+            most = room if policy.adapts_layers else policy.budget.entries(room)
+            longest = int(self.cache.lengths[:, rows].max()) if batch.is_known else most
             self._longest = min(longest + 1, room)
             self._limits = self._limits_of(batch)
         wanted = {"return_scores": policy.needs_last_attention, "num_scores": self.whole_pages(self._longest)}

@@ -27,8 +27,7 @@ from dmc.runtime.runner import Runner
 from dmc.runtime.scheduler import Scheduler
 from dmc.runtime.session import Session
 
-SECONDS_BEFORE_BAR = 3
-"""A shorter run shows no progress bar unless one was requested."""
+SECONDS_BEFORE_BAR = 3  # a shorter run shows no progress bar unless one was requested
 
 
 def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_policy: bool) -> int | None:
@@ -291,11 +290,7 @@ class Engine:
         return self._events(self._inputs.request(prompt, params, session, streams_text=True))
 
     def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
-        """Compute a prompt into a session's cache without generating; `Session.feed` calls it.
-
-        Raises:
-            ValueError: see `submit`; nothing has run.
-        """
+        """Compute a prompt into a session's cache without generating; `Session.feed` calls it."""
         sequence = self._inputs.sequence(session)
         tokens = self._inputs.encode(prompt, begins_text=not sequence.tokens)
         request = ForcedRequest(sequence, tokens, SamplingParams(max_new_tokens=1))
@@ -307,6 +302,10 @@ class Engine:
         """Measure the memory of a request that runs, or did."""
         self._core.settle()
         return self._core.stats(request) if request.outcome is None else request.outcome.stats
+
+    def settled_events(self) -> list[TokenEvent]:
+        """Take the events of a step that `stats` or `abort` has had to read; else the next `step` returns them."""
+        return self._core.take_settled()
 
     def session(self) -> Session:
         """Start a session, whose cache stays between turns."""

@@ -59,13 +59,17 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Run one pass; see `Engine.step`."""
         try:
-            events, self._settled = self._settled, []
-            return events + self._pass()
+            return self.take_settled() + self._pass()
         except BaseException:
             self._launched = None
             self.scheduler.reset()
             self.abort([*self.by_sequence.values()])
             raise
+
+    def take_settled(self) -> list[TokenEvent]:
+        """Take the events of a step that was read between two calls of `step`."""
+        events, self._settled = self._settled, []
+        return events
 
     def _pass(self) -> list[TokenEvent]:
         """Run a pass that has been launched or that the scheduler chooses; one that fails ends its requests."""

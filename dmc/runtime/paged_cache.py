@@ -266,6 +266,8 @@ class PagedCache:
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
+        if not self.layout.num_layers:
+            length = min(length, max(self.layout.rings))
         return self.free.left_after(rows, 1) >= 0 and length <= self.block_tables.shape[-1] * self.block_size
 
     def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:

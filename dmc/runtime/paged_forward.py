@@ -61,6 +61,7 @@ class PagedForward:
         """The batch of layers that do not rotate; what removes the borrowed neuron stays."""
         assert self._rotary is not None and self.batch.rotary is not None
         cos, sin = self._rotary(self.batch.positions.new_zeros(1, 1))
+        cos = cos.ne(0).to(cos.dtype)  # without the factor of YaRN
         return self.batch.with_rotary(*(table[0].expand_as(self.batch.rotary[0]).contiguous() for table in (cos, sin)))
 
     @property

@@ -189,6 +189,7 @@ class Worker:
             if job.reports_cache and self.ranks.size == 1 and now - job.last_snapshot_time > SNAPSHOT_SECONDS:
                 job.last_snapshot_time = now
                 self._events.append((job, engine.stats(event.request)))
+                events += engine.settled_events()  # of a step that `stats` has read: this loop takes them too
             self._events.append((job, event))
 
     def _finish_jobs(self) -> None:

@@ -26,6 +26,8 @@ METHODS: dict[str, Any] = {
     "RoCo": policies.RoCo(budget=Budget(ratio=2)),
     "CaM": policies.CaM(budget=Budget(ratio=2)),
     "D2O": policies.D2O(budget=Budget(ratio=2)),
+    "D2O, 12 entries": policies.D2O(budget=Budget(tokens=12)),
+    "CAKE, 12 entries": policies.CAKE(budget=Budget(tokens=12), window=4),
     "VATP": policies.VATP(budget=Budget(ratio=3)),
     "merge": {},
     "merge, exact": {"window_size": None},

@@ -67,7 +67,7 @@ def test_completions_are_what_the_engine_generates(served: Any, name: str) -> No
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices] == [None] * 11 + ["length"]
     assert pieces[-1].usage.completion_tokens == 12
     assert not pieces[-1].choices
-    assert dmc_stats(pieces[-1].usage)["bytes_used"] == expected.stats.bytes_used
+    assert 0 <= dmc_stats(pieces[-1].usage)["bytes_used"] - expected.stats.bytes_used < tables
 
 
 @pytest.mark.parametrize("name", NAMES)
