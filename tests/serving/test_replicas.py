@@ -191,7 +191,7 @@ def test_a_killed_replica_fails_its_own_requests_and_comes_back(cluster: Any) ->
     (stayed,) = before.keys() & after.keys()
     assert after[stayed] > before[stayed]
     while httpx.get(f"{url}/health", timeout=30).json()["replicas"] < 2:
-        assert time.monotonic() - begin < 180
+        assert time.monotonic() - begin < 300
         time.sleep(0.2)
     print(f"a killed replica was replaced after {time.monotonic() - begin:.1f} s")
     assert killed.pid not in [replica.pid for replica in replicas_of(process)]
