@@ -42,10 +42,11 @@ def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_po
     most = rows * layout.most_blocks(context, options.block_size) * block
     gates = None if layout.policy_fields else layout.compression
     ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
-    longest = len(layout.places) * layout.num_kv_heads * -(-context // options.block_size)
-    table_per_block = table * ratio * len(layout.places) / max(layout.num_layers, 1)  # those of rings are as wide
+    longest = layout.num_paged_layers * layout.num_kv_heads * -(-context // options.block_size)
+    table_per_block = table * ratio * layout.num_paged_layers / max(layout.num_layers, 1)  # those of rings are as wide
     tables = Tables(table * longest, table_per_block / block)
-    limit = pool_bytes(options.memory, layout.device, most, activations, tables)
+    states = (rows + 1) * layout.recurrent_bytes
+    limit = pool_bytes(options.memory, layout.device, most, activations, tables, states)
     return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 
 

@@ -47,7 +47,7 @@ class PagedCache:
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
         if num_blocks is not None and recorded_length is not None:
-            fitting = num_blocks * self.expected_ratio / (len(layout.places) * layout.num_kv_heads)
+            fitting = num_blocks * self.expected_ratio / (layout.num_paged_layers * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
@@ -55,7 +55,7 @@ class PagedCache:
             shape, sizes = (layout.num_kv_heads, 2, layout.head_dim), (layout.num_layers, max_sequences, block_size)
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, CopyStream(layout.device))
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        shape = len(layout.places), size[1], layout.num_kv_heads
+        shape = layout.num_paged_layers, size[1], layout.num_kv_heads
         self.tally = Tally(shape, block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self._sinks: dict[int, Tensor] = {}
@@ -83,7 +83,7 @@ class PagedCache:
 
     @property
     def all_lengths(self) -> Tensor:
-        """Slots in pages of all layers, those with a window last, int32 [layers, C, H]."""
+        """Slots in pages of all layers with attention, those with a window last, int32 [layers, C, H]."""
         return self.fields["lengths"]
 
     @property
@@ -206,13 +206,14 @@ class PagedCache:
 
     def _view(self, index: int) -> LayerCache:
         fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
+        apart = of_policy | {field.name for field in self.layout.state_fields}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
             sinks=self._sinks.get(index),
             entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
-            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in of_policy},
+            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in apart},
         )
 
     def set_sinks(self, index: int, sinks: Tensor | None) -> None:
@@ -241,7 +242,7 @@ class PagedCache:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
         self.free.count()
         left = self.free.known - self.free.needed(self.all_lengths[:, rows], num_new)
-        return max(left // (len(self.layout.places) * self.layout.num_kv_heads) * self.block_size, 1)
+        return max(left // (self.layout.num_paged_layers * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
     def expected_ratio(self) -> float:
@@ -367,7 +368,7 @@ class PagedCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence beside its pages: raw history, means, lengths, block tables, what a policy keeps."""
+        """Bytes of one sequence beside its pages: raw history, means, lengths, tables, states, what a policy keeps."""
         return self.fields.row_bytes
 
     def bytes_allocated(self, row: int) -> int:
