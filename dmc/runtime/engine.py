@@ -295,7 +295,6 @@ class Engine:
         tokens = self._inputs.encode(prompt, begins_text=not sequence.tokens)
         request = ForcedRequest(sequence, tokens, SamplingParams(max_new_tokens=1))
         (generation,) = self._run_together([request])
-        sequence.next_prompt = len(sequence.tokens)
         return generation.stats
 
     def stats(self, request: Request) -> GenerationStats:

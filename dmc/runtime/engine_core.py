@@ -256,6 +256,8 @@ class EngineCore:
             self._counts.close(request.history)
         self.by_sequence.pop(sequence, None)
         self.scheduler.finish(sequence, cache_is_valid)
+        if not sequence.num_waiting:  # nothing was generated, or is left to feed: the prompt has ended
+            sequence.next_prompt = len(sequence.tokens)
         sequence.num_preemptions, sequence.held = 0, Held()
         if sequence.row is not None:
             self.cache.tally.open_row(sequence.row, sequence.held)

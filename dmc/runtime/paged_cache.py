@@ -190,7 +190,8 @@ class PagedCache:
         if self.slow is not None:
             for row in self._free_rows:
                 self.slow.free(row)
-        self.free.note(self.allocator.num_blocks)  # not asked of the other ranks: this one may have failed alone
+        # this rank may have failed alone, so the others are asked later; pools that grow are not equally large
+        self.free.note(0, torch.arange(len(self.tokens_seen)))
 
     def _owned_blocks(self, row: int) -> Tensor:
         return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
