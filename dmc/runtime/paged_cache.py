@@ -91,16 +91,19 @@ class PagedCache:
         """Bytes of one block, all that is kept for its slots included."""
         return self.layout.block_bytes(self.block_size)
 
-    def open_row(self, snapshot: Snapshot | None = None) -> int:
+    def open_row(self, snapshot: Snapshot | None = None, moves: bool = False) -> int:
         """Start an empty sequence, or one that goes on from a snapshot, and return its row.
+
+        It shares the snapshot's blocks, unless that `moves`: then it takes them over.
 
         Raises:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
-        states = None
-        if snapshot is not None:
-            tables = self._share(snapshot.states["block_tables"].clone(), snapshot.states["lengths"])
-            states = {**snapshot.states, "block_tables": tables}
+        states = None if snapshot is None else snapshot.states
+        if states is not None:
+            tables = states["block_tables"]
+            self._widen_tables(tables.shape[-1])
+            states = states if moves else {**states, "block_tables": self._share(tables.clone(), states["lengths"])}
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -171,15 +174,22 @@ class PagedCache:
         is_shared = index < closed[..., None]
         is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
         old = tables[is_open].long()
-        missing = old.numel() - self.allocator.num_free
-        if missing > 0:
-            self._grow_pool(missing)
-        fresh = self.allocator.allocate(old.numel())
+        fresh = self.take(old.numel())
         self.fields.copy_blocks(old, fresh.long())
         self.allocator.share(tables[is_shared])
         tables[is_open] = fresh
         self.free.count()
         return tables
+
+    def take(self, num_blocks: int) -> Tensor:
+        """Take free blocks, int32 [num_blocks]; a pool that grows makes them. `free` has still to be counted.
+
+        Raises:
+            OutOfBlocksError: the pool is fixed, and has too few.
+        """
+        if (missing := num_blocks - self.allocator.num_free) > 0:
+            self._grow_pool(missing)
+        return self.allocator.allocate(num_blocks)
 
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
@@ -293,7 +303,10 @@ class PagedCache:
         most_tokens = int((self.tokens_seen[rows] + num_new).max())
         if not self.layout.num_layers:
             most_tokens = min(most_tokens, max(self.layout.rings))
-        if (wanted := -(-most_tokens // self.block_size)) > (width := self.fields["block_tables"].shape[-1]):
+        self._widen_tables(-(-most_tokens // self.block_size))
+
+    def _widen_tables(self, wanted: int) -> None:
+        if wanted > (width := self.fields["block_tables"].shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 

@@ -60,6 +60,11 @@ class Sequence:
         """End of the prompt that is being fed, or was fed last; 0 before any."""
         return max((end for begin, end in self.prompts if begin <= self.num_computed_tokens), default=0)
 
+    @property
+    def is_inside_prompt(self) -> bool:
+        """Whether a part of a prompt has been fed, of which a policy has its own state beside the cache."""
+        return any(begin < self.num_computed_tokens < end for begin, end in self.prompts)
+
     def copy(self) -> Sequence:
         """Return a new sequence with the same tokens and nothing in the cache."""
         other = replace(self, held=replace(self.held), row=None, num_computed_tokens=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dmc.kernels.batch import GENERATED, Phase
@@ -125,7 +126,8 @@ class Scheduler:
         """Let others continue from the cache of a running or resting sequence; else they recompute it."""
         cache, waiting, rests = self.cache, deque(others), sequence in self.resting
         assert sequence.row is not None
-        while (self.policy is None or self.policy.can_fork) and waiting and cache.num_free_rows:
+        can_share = self.policy is None or (self.policy.can_fork and not sequence.is_inside_prompt)
+        while can_share and waiting and cache.num_free_rows:
             if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # for a snapshot too
                 if self._make_room(sequence):
                     continue
@@ -135,8 +137,33 @@ class Scheduler:
             cache.drop(snapshot)
             cache.tally.open_row(other.row, other.held)
             (self.resting if rests else self.running).append(other)
-        if not rests:
+        if rests:  # as it has been used
+            self.resting.remove(sequence)
+            self.resting.append(sequence)
+        else:
             self.waiting.extendleft(reversed(waiting))
+
+    def adopt(self, sequence: Sequence, num_blocks: int, open_row: Callable[[], int]) -> bool:
+        """Let a kept sequence rest whose cache comes from elsewhere; False: there is no room, it is computed again.
+
+        Args:
+            sequence: it is on no list.
+            num_blocks: blocks that its cache takes.
+            open_row: fills them and returns their row.
+        """
+        cache = self.cache
+        num_blocks = cache.layout.ranks.all_reduce(num_blocks, "max")
+        while cache.num_free_rows == 0:
+            if not self._evict_another(sequence):
+                return False
+        while not cache.has_free(num_blocks):
+            if not self._make_room(sequence):
+                return False
+        sequence.row = open_row()
+        sequence.num_computed_tokens = int(cache.tokens_seen[sequence.row])
+        cache.tally.open_row(sequence.row, sequence.held)
+        self.resting.append(sequence)
+        return True
 
     def finish(self, sequence: Sequence, cache_is_valid: bool = True) -> None:
         """Remove a sequence; its blocks are freed, or if it is kept, rest until they are needed.

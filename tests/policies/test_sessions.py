@@ -205,3 +205,17 @@ def test_a_prompt_whose_answer_fails_at_its_first_token_is_a_turn_without_one(is
             other.feed(failed)
             assert_alike([session.generate(asked, ANSWER)], [other.generate(asked, ANSWER)])
             assert session.tokens == other.tokens
+
+
+def test_a_fork_of_a_prompt_aborted_halfway_is_continued_by_the_next_one(policy, make_stock, prompts):
+    model, (aborted, last, _) = make_stock(), prompts
+    (expected,) = Engine(model, policy=policy).generate([[*aborted, *last]], ANSWER)
+    engine = Engine(model, policy=policy, prefill_chunk_size=6)
+    with engine.session() as session:
+        request = engine.submit(aborted, ANSWER, session)
+        for _ in range(2):
+            engine.step()
+        engine.abort(request)
+        with session.fork() as other:
+            for one in (other, session):
+                assert_alike([one.generate(last, ANSWER)], [expected])
