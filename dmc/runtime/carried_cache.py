@@ -66,7 +66,8 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
     """Write the cache of a sequence that rests; see `Engine.save`."""
     core.settle()
     cache, ranks = core.cache, core.cache.layout.ranks
-    _check_can_be_saved(sequence, policy)
+    if (reason := core.scheduler.why_not_shared(sequence)) is not None:
+        raise ValueError(reason)
     (save_id, *_) = ranks.all_gather_object(uuid.uuid4().hex)
 
     def write() -> None:
@@ -220,15 +221,6 @@ def file_hash(path: Path) -> str:
 
     with ThreadPoolExecutor() as threads:
         return hashlib.sha256(b"".join(threads.map(hash_of, range(0, path.stat().st_size, CHUNK)))).hexdigest()
-
-
-def _check_can_be_saved(sequence: Sequence, policy: CachePolicy | None) -> None:
-    if policy is not None and not policy.can_fork:
-        raise ValueError(f"policy={type(policy).__name__}: it keeps a part of its state outside the pages; use another")
-    if sequence.row is None or sequence.num_computed_tokens == 0:
-        raise ValueError("the session holds nothing, or has given its blocks to others: give it a turn first")
-    if policy is not None and sequence.is_inside_prompt:
-        raise ValueError("the session's last prompt was aborted halfway: give it another turn first")
 
 
 def _place(folder: Path, ranks: Ranks) -> Path:

@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def blocks_in_use(self) -> int:
-        """Number of blocks held by sequences, shared ones counted once; 0 when nothing runs and no session rests."""
+        """Number of blocks held by sequences, shared ones counted once; 0 when nothing runs, rests or is frozen."""
         return self.cache.allocator.num_in_use - self.cache.blocks_only_in(self._prefixes or ())
 
     @property

@@ -177,11 +177,17 @@ class InputProcessor:
     def check_can_start(self, request: Request) -> None:
         """Raise ValueError if the request's session is busy, or the request can never fit the memory."""
         self._core.check_is_idle(request.sequence)
-        self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
+        num_tokens = len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1
+        self._check_fits(num_tokens, request.sequence)
 
-    def _check_fits(self, num_tokens: int) -> None:
+    def _check_fits(self, num_tokens: int, sequence: Sequence) -> None:
         cache, limit = self._core.cache, context_length(self._model.config)
-        blocks = cache.blocks_for(num_tokens)
+        blocks, held = cache.blocks_for(num_tokens), sequence.row
+        num_held = sequence.num_computed_tokens
+        if held is None and sequence.base is not None and sequence.base.snapshot is not None:
+            held, num_held = sequence.base.snapshot, sequence.base.snapshot.tokens_seen
+        if not cache.grows and blocks > cache.allocator.num_blocks and held is not None:
+            blocks = cache.blocks_held(held) + cache.blocks_for(num_tokens - num_held)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
                 f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "

@@ -150,10 +150,10 @@ class PagedCache:
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
         return int(((held > 0) & (held == self.allocator.extra + 1)).sum())
 
-    def blocks_to_share(self, row: int | None = None) -> int:
-        """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
-        if row is not None and self.layout.policy_fields:
-            return self.blocks_held(row)
+    def blocks_to_share(self, held: int | Snapshot | None = None) -> int:
+        """Blocks that one more holder of what a row or snapshot holds needs for itself, at most; under a policy all."""
+        if held is not None and self.layout.policy_fields:
+            return self.blocks_held(held)
         rings = sum(-(-ring // self.block_size) for ring in self.layout.rings)
         return (self.layout.num_layers + rings) * self.layout.num_kv_heads
 
@@ -182,11 +182,7 @@ class PagedCache:
         return tables
 
     def take(self, num_blocks: int) -> Tensor:
-        """Take free blocks, int32 [num_blocks]; a pool that grows makes them. `free` has still to be counted.
-
-        Raises:
-            OutOfBlocksError: the pool is fixed, and has too few.
-        """
+        """Take free blocks, int32 [num_blocks], see `BlockAllocator.allocate`; a pool that grows makes them."""
         if (missing := num_blocks - self.allocator.num_free) > 0:
             self._grow_pool(missing)
         return self.allocator.allocate(num_blocks)
@@ -271,9 +267,10 @@ class PagedCache:
         self.free.count()
         return num_blocks <= self.free.known
 
-    def blocks_held(self, row: int) -> int:
-        """Blocks of a sequence, shared ones too; the most of any rank."""
-        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel(), "max")
+    def blocks_held(self, held: int | Snapshot) -> int:
+        """Blocks of a row or snapshot, shared ones too; the most of any rank."""
+        lengths = held.states["lengths"] if isinstance(held, Snapshot) else self.all_lengths[:, held]
+        return self.layout.ranks.all_reduce(int((-(-lengths // self.block_size)).sum()), "max")
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""

@@ -255,3 +255,70 @@ def test_a_model_from_a_folder_is_the_one_that_was_written(folders, make_compres
     folder = saved(Engine(built), make_prompts(40)[0], tmp_path / "cache")
     with Engine(read, memory=2**20, max_batch_size=3).load(folder) as session:
         assert len(session.tokens) == 40
+
+
+@pytest.mark.parametrize("method", ["full cache", "merge", "drop, delay 4", "H2O", "merge, SnapKV"])
+def test_many_go_on_from_a_frozen_session_that_takes_no_row(
+    method, make_stock, make_compressed, make_prompts, tmp_path
+):
+    gates, policy = of(method)
+    model = make_stock() if gates is None else make_compressed(gates=gates)
+    context, *questions = make_prompts(90, 5, 9, 30, 2)
+    with Engine(model, policy=policy).session() as session:
+        session.feed(context)
+        forks = [session.fork() for _ in questions]
+        expected = [fork.generate(question, GREEDY) for fork, question in zip(forks, questions, strict=True)]
+    engine = Engine(model, policy=policy, max_batch_size=2, prefix_cache=True)
+    session = engine.session()
+    session.feed(context)
+    frozen = session.freeze()
+    blocks, fed = engine.blocks_in_use, count_fed(engine)
+    assert session.is_closed and frozen.tokens == context and engine.cache.num_free_rows == 2
+
+    def ask():
+        sessions = [frozen.session() for _ in questions]
+        pairs = zip(questions, sessions, strict=True)
+        requests = [engine.submit(question, GREEDY, session) for question, session in pairs]
+        engine.run(requests)
+        for request, theirs, session in zip(requests, expected, sessions, strict=True):
+            assert_alike(request.generation, theirs)
+            session.close()
+
+    ask()
+    assert sum(fed) == sum(map(len, questions)) + len(questions) * 5 and engine.blocks_in_use == blocks
+    engine._scheduler.reset()  # as a pass that fails does
+    assert frozen.is_lost
+    ask()
+    frozen.close()
+    assert engine.blocks_in_use == 0
+    engine.clear_prefix_cache()
+    assert engine.cache.allocator.num_in_use == 0
+
+
+@pytest.mark.parametrize("method", ["full cache", "H2O"])
+def test_what_goes_on_from_a_frozen_session_waits_for_room_and_is_preempted(method, make_stock, make_prompts, tmp_path):
+    (_, policy), model = of(method), make_stock()
+    context, *questions = make_prompts(120, *[30] * 4)
+    folder = saved(Engine(model, policy=policy), context, tmp_path / "cache")
+    long = SamplingParams(max_new_tokens=40, temperature=0)
+    free = Engine(model, policy=policy).load(folder).freeze()
+    expected = [free.session().generate(question, long).token_ids for question in questions]
+    block = Engine(model, policy=policy).cache.block_bytes
+    held = 4 * (8 if policy is None else 2)
+    engine = Engine(model, policy=policy, memory=(held + 4 * (9 if policy is None else 7)) * block, max_batch_size=4)
+    frozen = engine.load(folder).freeze()
+    assert engine.blocks_in_use == held
+    fed, sessions = count_fed(engine), [frozen.session() for _ in questions]
+    requests = [engine.submit(question, long, one) for question, one in zip(questions, sessions, strict=True)]
+    engine.run(requests)
+    assert [request.generation.token_ids for request in requests] == expected
+    assert sum(fed) < 4 * len(context)
+    for session in sessions:
+        session.close()
+    assert engine.blocks_in_use == held
+    with pytest.raises(ValueError, match="a sequence of 400 tokens may need"):
+        engine.submit(questions[0], SamplingParams(max_new_tokens=251), frozen.session())
+    with pytest.raises(ValueError, match="the session holds nothing"):
+        engine.session().freeze()
+    frozen.close()
+    assert engine.blocks_in_use == 0
