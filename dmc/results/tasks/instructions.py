@@ -160,6 +160,10 @@ class Instructions(Obeying):
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
+    def __post_init__(self) -> None:
+        if self.form == "facts" and (count := self.instructions * self.rules) > self.num_keys:
+            raise ValueError(f"instructions x rules = {count}: there are num_keys={self.num_keys} keys for them")
+
     @property
     def answer_tokens(self) -> int:
         """See `Obeying`."""
