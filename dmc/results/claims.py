@@ -162,21 +162,21 @@ class Judgement:
         lost, scale, contexts = self.lost, self.scale, self.lost.num_contexts
         difference, sure = scale.difference(lost.value, lost.error), f"with {100 * CONFIDENCE:.0f} % confidence"
         kind = "samples" if contexts == self.num_samples else "texts"
-        over = f"{contexts:,} {kind}"
+        over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
         if self.standing != "not carried":
             side = f"at most {scale.bound(lost.upper)}" if self.standing == "true" else f"at least {self._least}"
             return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over})."
         if math.isinf(lost.reach):
-            carried = "whose spread is unknown, carry no margin"
+            carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
         else:
-            carried = f"carry a margin of {scale.bound(lost.reach)}"
+            carried = f"{over} carry a margin of {scale.bound(lost.reach)}"
         needed = self.contexts_needed
         if needed is None:
             more = "how many would is unknown: give more texts, or more seeds"
         else:
             more = f"it would need {needed:,} {kind}"
             more += "" if kind == "samples" else f" ({math.ceil(needed * self.num_samples / contexts):,} samples)"
-        return f"not carried: {self.claim.text}: {difference}; {over} {carried}; {more}."
+        return f"not carried: {self.claim.text}: {difference}; {carried}; {more}."
 
     @property
     def _least(self) -> str:
