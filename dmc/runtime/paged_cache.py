@@ -61,6 +61,8 @@ class PagedCache:
         self._sinks: dict[int, Tensor] = {}
         self.place = -1
         """Changes whenever tensors of the cache have moved."""
+        self.num_unread: int | Tensor = 0
+        """See `Cache` of `layer_attention.py`."""
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
