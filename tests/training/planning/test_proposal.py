@@ -13,7 +13,6 @@ from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.planner import GIB, plan_training, proposal_line, propose_settings
 from dmc.training.planning.proposal import HEADROOM, Layout, propose
 
-
 PLANNED = ("gpt_oss_20b_cr4", "llama2_70b_cr2", "qwen3_0p6b_cr4")
 """One for each strategy; between them with several nodes, a teacher, gates alone, experts, windows and sinks."""
 
