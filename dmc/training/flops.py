@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dmc.compression.full_attention import layer_windows
 from dmc.training.config import RunConfig
+from dmc.training.layer_kinds import has_experts, layer_kinds, with_layers
+
+COUNTED_ATTENTION = "dmc_counted"
 
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),
@@ -26,7 +32,8 @@ PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
 def run_flops_per_token(config: RunConfig, model: PretrainedConfig) -> float:
     """Count the floating-point operations of one token of a run: see `flops_per_token`, and a teacher's forward.
 
-    Weights that `training.gates_only` freezes need no gradient: two thirds of the operations are left.
+    Weights that `training.gates_only` freezes need no gradient: two thirds of the operations are left, and of layers
+    below the first gate one third.
 
     Args:
         config: the run.
@@ -34,56 +41,78 @@ def run_flops_per_token(config: RunConfig, model: PretrainedConfig) -> float:
     """
     gates, length = config.gates, config.training.sequence_length
     parts: tuple[str, ...] = ("",)
+    layers: list[int] | None = None
     if gates is not None and config.training.gates_only:
         neuron = ("q_proj", "k_proj") if gates.borrows_neuron else ()
         # A norm has no product, and the gradient flows to it as to an adapter.
         parts = (*neuron, *(("input_layernorm",) if gates.has_adapter else ()))
-    needed = flops_per_token(model, length, parts)
+        layers = [index for index, window in enumerate(layer_windows(model)) if window is None]
+    needed = flops_per_token(model, length, parts, layers)
     return needed if config.distillation is None else needed + flops_per_token(model, length, ())
 
 
-def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tuple[str, ...] = ("",)) -> float:
+def flops_per_token(
+    config: PretrainedConfig,
+    sequence_length: int,
+    trained: tuple[str, ...] = ("",),
+    trained_layers: Sequence[int] | None = None,
+) -> float:
     """Count the floating-point operations of the stock model's forward and backward for one token.
 
-    Causal attention counts in full, and neither recomputed activations nor the compression count, as is usual for MFU
-    (PaLM, arXiv:2204.02311, appendix B). Of experts those count that a token is sent to.
+    Causal attention counts in full, in a layer with a window as many keys as it has. Neither recomputed activations nor
+    the compression count, as is usual for MFU (PaLM, arXiv:2204.02311, appendix B). Of experts those count that a token
+    is sent to.
 
     Args:
         config: configuration of a model of a family in the table, stock or compressed.
         sequence_length: tokens per sequence.
-        trained: parts of the names of the weights that get a gradient; the gradient flows back to the first of them
-            alone. Empty: there is no backward.
+        trained: parts of the names of the weights that get a gradient; the gradient flows back to the first layer that
+            has one alone. Empty: there is no backward.
+        trained_layers: numbers of the layers in which they are trained; None: all.
     """
-    values = {key: value for key, value in config.to_dict().items() if key not in ("compression", "layer_types")}
+    values = {key: value for key, value in config.to_dict().items() if key != "compression"}
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
-    family = values.pop("model_type").removeprefix("dmc_")
-
-    has_experts = getattr(config, "num_experts_per_tok", None) is not None  # maybe in some layers alone
-    depth = config.num_hidden_layers if has_experts else min(2, config.num_hidden_layers)
-    stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": depth})
+    stock = AutoConfig.for_model(values.pop("model_type").removeprefix("dmc_"), **values)
+    learns = [trained_layers is None or index in trained_layers for index in range(stock.num_hidden_layers)]
+    first = learns.index(True)
+    others: dict[tuple[str, bool, bool], list[int]] = {}  # by kind, whether they lie below, and learn
+    for index, kind in enumerate(layer_kinds(stock)):
+        if index != first:
+            others.setdefault((kind, index < first, learns[index]), []).append(index)
+    kept = sorted([first, *(alike[0] for alike in others.values())])
     with FakeTensorMode():  # of fused attention torch counts only some kernels, of grouped products none
+        experts = {"experts_implementation": "batched_mm"} if has_experts(stock) else {}
         model = AutoModelForCausalLM.from_config(
-            stock, attn_implementation="eager", **({"experts_implementation": "batched_mm"} if has_experts else {})
+            with_layers(stock, kept), attn_implementation=COUNTED_ATTENTION, **experts
         )
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(part in name for part in trained))
+            layer = re.search(r"\.layers\.(\d+)\.", name)
+            is_meant = trained_layers is None if layer is None else learns[kept[int(layer[1])]]
+            parameter.requires_grad_(is_meant and any(part in name for part in trained))
         tokens = torch.zeros(1, sequence_length, dtype=torch.long)
-        layers = list(model.model.layers)
+        layers = dict(zip(kept, model.model.layers, strict=True))
 
-        def counted(*of_layers: nn.Module) -> int:
-            model.model.layers = nn.ModuleList(of_layers)
-            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if trained else None)
+        def counted(*numbers: int, learns: bool) -> int:
+            model.model.layers = nn.ModuleList(layers[number] for number in numbers)
+            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if learns else None)
 
-        kinds: dict[str, list[nn.Module]] = {}
-        for layer in layers[1:]:
-            kinds.setdefault(repr([(name, *weight.shape) for name, weight in layer.named_parameters()]), []).append(
-                layer
-            )
-        first = counted(layers[0])
-        others = sum((counted(layers[0], kind[0]) - first) * len(kind) for kind in kinds.values())
-        if not has_experts and depth > 1:
-            others *= config.num_hidden_layers - 1
-    return (first + others) / sequence_length
+        total = counted(first, learns=bool(trained))
+        for (_, is_below, _), alike in others.items():
+            goes_back = bool(trained) and not is_below
+            both, alone = (counted(*numbers, learns=goes_back) for numbers in ((first, alike[0]), (first,)))
+            total += (both - alone) * len(alike)
+    return total / sequence_length
+
+
+def attend_counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Multiply as many keys, and as many values, as count for a query, [B, heads, T, D]; nothing else is right."""
+    window = layer_windows(module.config)[module.layer_idx]
+    group = query.shape[1] // key.shape[1]
+    key, value = (states[:, :, :window].repeat_interleave(group, 1) for states in (key, value))
+    return (query @ key.mT @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(COUNTED_ATTENTION, attend_counted)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
