@@ -316,7 +316,8 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
             maps.append((first["method"], first["label"], values))
         elif not first["is_full"]:
             even.append(str(first["name"]))
-    caption = f"Dark: low. Light: high. Horizontal: {across}. Vertical: {down}."
+    along = "heads, layer after layer" if by == "head instruction" else across
+    caption = f"Dark: low. Light: high. Horizontal: {along}. Vertical: {down}."
     caption += f" Not drawn, for all heads are alike: {', '.join(dict.fromkeys(even))}." if even else ""
     return list(_draw_heatmaps(title, caption, maps, logarithmic=metric == "compression_ratio")) if maps else []
 
