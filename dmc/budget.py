@@ -26,7 +26,7 @@ def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_s
 
 
 def sequence_ratio(ratio: float, num_tokens: int, windows: Sequence[int | None]) -> float:
-    """Return the ratio of all bytes of a sequence, of which some layers keep no more than their windows.
+    """Return the ratio of all keys and values of a sequence, of which some layers keep no more than their windows.
 
     Args:
         ratio: of the layers without a window.

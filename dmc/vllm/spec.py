@@ -77,9 +77,7 @@ class HeapManager(SingleTypeKVCacheManager):
         return self.kv_cache_spec.most_expected(num_tokens) - has + growing
 
     @override
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Give a request the blocks that it lacks for `num_tokens` tokens in all."""
         blocks = self.req_to_blocks[request_id]
         held = self.held.setdefault(request_id, Held())

@@ -90,7 +90,7 @@ class TrainingPlan:
     target_ratio: float
     """Compression ratio of the layers that can be compressed."""
     sequence_ratio: float
-    """Compression ratio of all layers at the end of a training sequence, those that keep a window included."""
+    """That of all keys and values at the end of a training sequence, those of windows included."""
     utilization: float
     """Share of the device's peak that is assumed to be reached."""
     flops_per_step: float
@@ -250,7 +250,7 @@ def plan_table(plan: TrainingPlan) -> str:
     if plan.sequence_ratio != plan.target_ratio:
         lines.append(
             f"cache: CR {plan.target_ratio:g} of the layers that attend to all tokens, "
-            f"{plan.sequence_ratio:.2f} of all bytes of a training sequence"
+            f"{plan.sequence_ratio:.2f} of all keys and values of a training sequence"
         )
     time = f"time: {plan.flops_per_step:.2g} FLOPs a step; "
     if plan.step_seconds is None:
