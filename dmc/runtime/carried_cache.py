@@ -230,15 +230,16 @@ def _place(folder: Path, ranks: Ranks) -> Path:
 
 def _on_all_ranks(act: Callable[[], Result], ranks: Ranks) -> Result:
     """Do something on each rank; where one fails all raise its error."""
-    error, result = None, None
+    results: list[Result] = []
+    failure = None
     try:
-        result = act()
-    except Exception as found:
-        error = found
-    for found in ranks.all_gather_object(error):
-        if found is not None:
-            raise found
-    return result  # type: ignore[return-value]
+        results.append(act())
+    except Exception as error:
+        failure = error
+    for of_rank in ranks.all_gather_object(failure):
+        if of_rank is not None:
+            raise of_rank
+    return results[0]
 
 
 def _kept(cache: PagedCache, per: str) -> list[str]:
@@ -289,8 +290,8 @@ def _fits(tensors: dict[str, Tensor], cache: PagedCache) -> bool:
     if bool((lengths < 0).any()) or bool((lengths.amax(-1).cpu() > torch.tensor(limits)).any()):
         return False
     num_blocks = int((-(-lengths // cache.block_size)).sum())
-    expected = {f"row.{name}": (fields[name].dtype, fields[name][:, 0].shape) for name in _kept(cache, "row")}
+    expected = {f"row.{name}": (fields[name].dtype, [*fields[name][:, 0].shape]) for name in _kept(cache, "row")}
     for name in _kept(cache, "block"):
-        expected[f"block.{name}"] = fields[name].dtype, (num_blocks, *fields[name].shape[1:])
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if name not in counts}
+        expected[f"block.{name}"] = fields[name].dtype, [num_blocks, *fields[name].shape[1:]]
+    found = {name: (tensor.dtype, [*tensor.shape]) for name, tensor in tensors.items() if name not in counts}
     return found == expected
