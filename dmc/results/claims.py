@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pandas
 
@@ -113,7 +113,7 @@ class Claim:
         ]
         sides = [self._find(name, [*dict.fromkeys(methods)], reference) for name in (self.subject, self.other)]
         subject, other = (lines[[method == side for method in methods]] for side in sides)
-        scale = Scale.of(lines.assign(higher_is_better=lines["higher_is_better"]))
+        scale = Scale.of(lines)
         if self.unit is not None and self.unit != ("point" if scale.is_share else scale.unit.strip().removesuffix("s")):
             raise ValueError(f"claim={self.text!r}: {scale.metric} is not measured in {self.unit}s")
         try:
@@ -182,8 +182,3 @@ class Judgement:
     def _least(self) -> str:
         lower = self.lost.lower
         return f"{100 * lower if self.scale.is_share else lower:.3g}{self.scale.unit_of_difference} worse"
-
-
-def methods_of(frame_or_rows: Iterable[Any]) -> list[Method]:
-    """Return the methods of rows or cells' rows, each once."""
-    return [*dict.fromkeys(Method(*map(row.get, ("variant", "policy", "budget", "is_full"))) for row in frame_or_rows)]
