@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from dmc.vllm.spec import HeapManager
 
-CACHE_LAYER = "dmc"
+CACHE_LAYER = "dmc.0"
 """Name of the one layer that vLLM sees of the cache."""
 
 
