@@ -94,6 +94,10 @@ class CacheLayout:
         """Windows of the layers that have one."""
         return tuple(window for window in self.windows if window is not None)
 
+    def ring_blocks(self, block_size: int) -> int:
+        """Return the blocks of the largest ring, as wide as tables of rings are."""
+        return -(-max(self.rings, default=0) // block_size)
+
     @cached_property
     def places(self) -> list[int]:
         """Index in the cache of each layer of the model."""
@@ -128,7 +132,8 @@ class CacheLayout:
         ring = (*heads, size)
         fields = [
             *self._entry_fields,
-            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS), num_layers=len(self.places)),
+            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
+            Field("ring_tables", torch.int32, "row", (*heads, 0), num_layers=len(self.rings)),
             Field("lengths", torch.int32, "row", heads, num_layers=len(self.places)),
             Field("history_key", self.dtype, "row", (*ring, dim)),
             Field("history_value", self.dtype, "row", (*ring, dim)),

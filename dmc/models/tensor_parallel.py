@@ -34,6 +34,9 @@ OF_ATTENTION = {
 "colwise" cuts the outputs, "rowwise" the inputs; "norm" is one over the heads of all ranks, "head_norm" one that each
 head has for itself. "colwise_gather_output" has several parts in one, each of which is cut, "rowwise_split_input"
 follows; in training both are whole."""
+UNDERSTOOD = {*OF_ATTENTION, "sinks"}
+"""Names in an attention layer that the one forward knows."""
+ATTENTION = re.compile(r"model\.layers\.\d+\.self_attn")
 OF_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "ffn_sub_norm": "norm", "down_proj": "rowwise"}
 """The same of an MLP, where transformers has no plan."""
 
@@ -107,21 +110,27 @@ def cut_modules(model: Any) -> dict[str, str]:
     plan |= {f"layers.*.mlp.{name}": style for name, style in OF_MLP.items()}
     theirs = model.config.base_model_tp_plan or {}
     plan |= {pattern: style for pattern, style in theirs.items() if ".self_attn." not in pattern}
-    index, attention = next(
-        (i, layer.self_attn) for i, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn")
-    )
-    for name, _ in attention.named_parameters():
-        if name.split(".")[0] not in (*OF_ATTENTION, "sinks"):
-            raise ValueError(
-                f"layer {index} of this {model.config.model_type} model has self_attn.{name}, which is not known to be "
-                "divided by heads: use one tensor parallel rank"
-            )
+    modules = dict(model.named_modules())
+    attentions = {name: module for name, module in modules.items() if ATTENTION.fullmatch(name)}
+    for name, attention in attentions.items():
+        for weight, _ in attention.named_parameters():
+            if weight.split(".")[0] not in UNDERSTOOD:
+                raise ValueError(
+                    f"layer {name.split('.')[2]} of this {model.config.model_type} model has self_attn.{weight}, which "
+                    "is not known to be divided by heads: use one tensor parallel rank"
+                )
+    if not attentions:
+        raise ValueError(
+            f"layer 0 of this {model.config.model_type} model is not known to be divided by heads: expected "
+            "model.layers.0.self_attn; use one tensor parallel rank"
+        )
     cut = {}
     for pattern, style in plan.items():
         expression = re.compile(re.escape(f"model.{pattern}").replace(r"\*", r"\d+"))
-        for name, module in model.named_modules():
+        for name, module in modules.items():
             if expression.fullmatch(name):
-                is_of_head = style == "norm" and module.weight.shape == (attention.head_dim,)
+                holder: Any = modules[name.rpartition(".")[0]]
+                is_of_head = style == "norm" and module.weight.shape == (getattr(holder, "head_dim", None),)
                 cut[name] = "head_norm" if is_of_head else style
     return cut
 
@@ -137,9 +146,10 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, Cut]:
     Raises:
         ValueError: heads or MLP cannot be divided evenly among the ranks; see `cut_modules`.
     """
+    modules = cut_modules(model)
     check_divides(model.config, ranks.size)
     cuts: dict[str, Cut] = {}
-    for name, style in cut_modules(model).items():
+    for name, style in modules.items():
         module = model.get_submodule(name)
         if style in ("colwise", "colwise_gather_output", "norm"):
             for key, weight in module.named_parameters():
@@ -223,7 +233,7 @@ def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
     if getattr(config, "moe_intermediate_size", None):
         among["moe_intermediate_size"] = 1
     for what, further in among.items():
-        if (count := getattr(config, what)) % (num_ranks * further):
+        if (count := getattr(config, what, None) or 0) % (num_ranks * further):
             ranks = f"{num_ranks} * {further}" if further > 1 else num_ranks
             raise ValueError(f"{what}={count} cannot be divided among {ranks} ranks evenly: take a divisor of it")
 

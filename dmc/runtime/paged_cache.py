@@ -12,7 +12,7 @@ from torch import Tensor
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
-from dmc.kernels.pages import gather_pages
+from dmc.kernels.pages import gather_pages, slots_below
 from dmc.policies.protection import split_positions
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.field_store import FieldStore
@@ -22,6 +22,8 @@ from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.tally import Tally
 
 FIRST_POOL_BLOCKS = 256
+TABLES = ("block_tables", "ring_tables")
+"""Fields with the blocks of each head in order: of layers without a window, then of those with one."""
 
 
 class PagedCache:
@@ -46,6 +48,7 @@ class PagedCache:
         more = int(recorded_length is not None)
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
+        self.fields.widen("ring_tables", layout.ring_blocks(block_size))
         if num_blocks is not None and recorded_length is not None:
             fitting = num_blocks * self.expected_ratio / (len(layout.places) * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
@@ -74,7 +77,7 @@ class PagedCache:
     @property
     def block_tables(self) -> Tensor:
         """Blocks of each head in order, int32 [L, C, H, M]: of layers without a window, as a policy counts them."""
-        return self.fields["block_tables"][: self.layout.num_layers]
+        return self.fields["block_tables"]
 
     @property
     def lengths(self) -> Tensor:
@@ -97,10 +100,7 @@ class PagedCache:
         Raises:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
-        states = None
-        if snapshot is not None:
-            tables = self._share(snapshot.states["block_tables"].clone(), snapshot.states["lengths"])
-            states = {**snapshot.states, "block_tables": tables}
+        states = None if snapshot is None else self._share(snapshot.states)
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -131,17 +131,17 @@ class PagedCache:
         if moves:
             self._leave_row(row)
         else:
-            states["block_tables"] = self._share(states["block_tables"], states["lengths"])
+            states = self._share(states)
         return Snapshot(tokens_seen, states)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Let go of a snapshot's blocks."""
-        self.allocator.free(self._blocks_of(snapshot.states["block_tables"], snapshot.states["lengths"]))
+        self.allocator.free(self._blocks_of(snapshot.states))
         self.free.count()
 
     def blocks_only_in(self, snapshots: Iterable[Snapshot]) -> int:
         """Blocks that these alone hold."""
-        blocks = [self._blocks_of(taken.states["block_tables"], taken.states["lengths"]) for taken in snapshots]
+        blocks = [self._blocks_of(taken.states) for taken in snapshots]
         if not blocks:
             return 0
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
@@ -154,32 +154,33 @@ class PagedCache:
         rings = sum(-(-ring // self.block_size) for ring in self.layout.rings)
         return (self.layout.num_layers + rings) * self.layout.num_kv_heads
 
-    def _share(self, tables: Tensor, lengths: Tensor) -> Tensor:
-        """Hold blocks [L, H, M] once more; of those that a holder may write into it gets copies, in place.
+    def _share(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Hold the blocks of a sequence's states once more; of those that a holder may write into it gets copies.
 
         Without a policy that is the block which the next entry goes into, or the last one may change in; of layers with
         a window every block.
         """
+        tables, rings = states["block_tables"].clone(), states["ring_tables"].clone()
+        lengths = states["lengths"][: self.layout.num_layers]
         if self.layout.policy_fields:
             closed = torch.zeros_like(lengths)
         elif self.layout.compression is not None and self.layout.compression.action == "merge":
             closed = (lengths - 1).clamp_min(0) // self.block_size
         else:
             closed = lengths // self.block_size
-        closed[self.layout.num_layers :] = 0
-        index = torch.arange(tables.shape[-1], device=tables.device)
-        is_shared = index < closed[..., None]
-        is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
-        old = tables[is_open].long()
+        is_shared = slots_below(closed, tables.shape[-1])
+        in_tables, in_rings = self._is_held(states)
+        in_tables &= ~is_shared
+        old = torch.cat((tables[in_tables], rings[in_rings])).long()
         missing = old.numel() - self.allocator.num_free
         if missing > 0:
             self._grow_pool(missing)
         fresh = self.allocator.allocate(old.numel())
         self.fields.copy_blocks(old, fresh.long())
         self.allocator.share(tables[is_shared])
-        tables[is_open] = fresh
+        tables[in_tables], rings[in_rings] = fresh.tensor_split([int(in_tables.sum())])
         self.free.count()
-        return tables
+        return {**states, "block_tables": tables, "ring_tables": rings}
 
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
@@ -193,10 +194,15 @@ class PagedCache:
         self.free.note(self.allocator.num_blocks)  # not asked of the other ranks: this one may have failed alone
 
     def _owned_blocks(self, row: int) -> Tensor:
-        return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
+        return self._blocks_of({name: self.fields[name][:, row] for name in (*TABLES, "lengths")})
 
-    def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
-        return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
+    def _blocks_of(self, states: dict[str, Tensor]) -> Tensor:
+        return torch.cat([states[name][held] for name, held in zip(TABLES, self._is_held(states), strict=True)])
+
+    def _is_held(self, states: dict[str, Tensor]) -> list[Tensor]:
+        """Return which places of a sequence's tables hold a block, bool [layers, H, M] of each of `TABLES`."""
+        counts = (-(-states["lengths"] // self.block_size)).tensor_split([self.layout.num_layers])
+        return [slots_below(held, states[name].shape[-1]) for name, held in zip(TABLES, counts, strict=True)]
 
     def layer(self, index: int) -> LayerCache:
         """Layer `index` as kernels see it; valid until the pool or the tables grow."""
@@ -212,7 +218,9 @@ class PagedCache:
             sinks=self._sinks.get(index),
             entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
-            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in of_policy},
+            **{
+                name: self._of_layer(name, index) for name in fields.names("row") if name not in {*of_policy, TABLES[1]}
+            },
         )
 
     def set_sinks(self, index: int, sinks: Tensor | None) -> None:
@@ -223,6 +231,8 @@ class PagedCache:
 
     def _of_layer(self, name: str, index: int) -> Tensor:
         """Return a layer's part of a row's field; layers with a window have nothing to remember beside their pages."""
+        if name == TABLES[0] and index >= self.layout.num_layers:
+            return self.fields[TABLES[1]][index - self.layout.num_layers]
         states = self.fields[name]
         return states[index] if index < len(states) else states.new_empty(0)
 
@@ -266,9 +276,8 @@ class PagedCache:
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
-        if not self.layout.num_layers:
-            length = min(length, max(self.layout.rings))
-        return self.free.left_after(rows, 1) >= 0 and length <= self.block_tables.shape[-1] * self.block_size
+        has_room = not self.layout.num_layers or length <= self.block_tables.shape[-1] * self.block_size
+        return self.free.left_after(rows, 1) >= 0 and has_room
 
     def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
@@ -289,10 +298,8 @@ class PagedCache:
                 self._grow_pool(missing)
                 self.free.count()
         self.free.fed_since[rows] += num_new
-        most_tokens = int((self.tokens_seen[rows] + num_new).max())
-        if not self.layout.num_layers:
-            most_tokens = min(most_tokens, max(self.layout.rings))
-        if (wanted := -(-most_tokens // self.block_size)) > (width := self.fields["block_tables"].shape[-1]):
+        most_tokens = int((self.tokens_seen[rows] + num_new).max()) if self.layout.num_layers else 0
+        if (wanted := -(-most_tokens // self.block_size)) > (width := self.block_tables.shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 
@@ -342,7 +349,8 @@ class PagedCache:
         self._layers.clear()
         self.place += 1
         if self.scratch_row is not None:
-            self.fields["block_tables"][:, self.scratch_row, :, 0] = self.allocator.num_blocks
+            for name in TABLES:
+                self.fields[name][:, self.scratch_row, :, :1] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.

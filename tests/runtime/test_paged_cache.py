@@ -167,8 +167,7 @@ def test_any_history_of_rows_and_snapshots_keeps_each_ones_entries(data):
         for row, entries in open_rows.items():
             assert held(cache, row) == entries
         by_rows = {block for row in open_rows for block in cache._owned_blocks(row).tolist()}
-        tables = [(snapshot.states["block_tables"], snapshot.states["lengths"]) for snapshot in snapshots]
-        by_snapshots = {block for table in tables for block in cache._blocks_of(*table).tolist()}
+        by_snapshots = {block for snapshot in snapshots for block in cache._blocks_of(snapshot.states).tolist()}
         assert cache.allocator.num_in_use == len(by_rows | by_snapshots)
         assert cache.blocks_only_in(snapshots) == len(by_snapshots - by_rows)
         assert not cache.lengths[:, [row for row in range(4) if row not in open_rows]].any()
