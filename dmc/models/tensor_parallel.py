@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
 from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
@@ -229,6 +230,12 @@ def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
         num_ranks: tensor parallel ranks, which divide heads and neurons.
         context_size: context parallel ranks, which divide the heads of each of those further.
     """
+    if 0 in (windows := layer_windows(config)) and num_ranks * context_size > 1:
+        raise ValueError(
+            f"layer {windows.index(0)} of this {config.model_type} model has no attention, and keeps a state that "
+            f"{num_ranks * context_size} ranks cannot divide: train with tensor_parallel_size=1 and "
+            "context_parallel_size=1, serve with one process"
+        )
     among = {"num_key_value_heads": context_size, "num_attention_heads": context_size, "intermediate_size": 1}
     if getattr(config, "moe_intermediate_size", None):
         among["moe_intermediate_size"] = 1

@@ -18,7 +18,7 @@ from dmc.policies import H2O, KVzip, SnapKV
 
 TOLERANCE = 1e-5  # of float32 logits, relative to their largest
 NEIGHBORS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
-PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8}
+PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8, "qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
 

@@ -368,7 +368,7 @@ class Operations(RuleBasedStateMachine):
         owned = cache.block_tables[torch.arange(cache.block_tables.shape[-1]) < counts[..., None]].tolist()
         assert self.engine.blocks_in_use == len({*owned})
         prefixes = [prefix.states for prefix in self.engine._prefixes or ()]
-        kept = [cache._blocks_of(prefix).tolist() for prefix in prefixes]
+        kept = [cache._blocks_of(prefix["block_tables"], prefix["lengths"]).tolist() for prefix in prefixes]
         holders = Counter(owned) + sum(map(Counter, kept), Counter())
         assert all(
             holders[block] == extra + 1 for block, extra in enumerate(cache.allocator.extra.tolist()) if holders[block]

@@ -14,6 +14,8 @@ from dmc.training.config import RunConfig
 
 FAMILIES = [*CONVENTIONS, "granitemoeshared", "minimax_m2", "starcoder2"]
 """The last have modules of other names, or experts beside what is normalized together."""
+UNDIVIDED = ("qwen3_next",)
+"""Whose layers without attention keep a state that ranks cannot divide."""
 WITH_WINDOWS = ("gemma3_text", "gpt_oss")
 LAYOUTS = {
     "fsdp2": {"devices": 2, "strategy": "fsdp2"},
@@ -40,8 +42,11 @@ def test_two_ranks_serve_and_train_a_family_of_each_convention_as_one(run_values
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir(), together.mkdir()
     prompts, tokens = texts(30, 17), torch.tensor(texts(32, 32))
-    models = {family: stock_of(family) for family in FAMILIES}
-    models |= {f"{family} with gates": compressed_of(family, delay=3) for family in FAMILIES}
+    models = {}
+    for family in FAMILIES:
+        stock_of(family).save_pretrained(tmp_path / family)
+        if family not in UNDIVIDED:
+            models |= {family: stock_of(family), f"{family} with gates": compressed_of(family, delay=3)}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     kinds = [(family, control) for family in FAMILIES for control in (False, True)]
@@ -49,7 +54,9 @@ def test_two_ranks_serve_and_train_a_family_of_each_convention_as_one(run_values
         f"{family} {control} {layout}": run_of(run_values, tmp_path / family, control, trainer)
         for family, control in kinds
         for layout, trainer in LAYOUTS.items()
-        if layout == "tensors" or (layout == "fsdp2" and not control) or family in WITH_WINDOWS
+        if (layout == "tensors" and family not in UNDIVIDED)
+        or (layout == "fsdp2" and not control)
+        or family in WITH_WINDOWS
     }
     served = [tmp_path / name for name in models], prompts, PARAMS, together / "served.json"
     with Processes(serve_and_differentiate, (served, (runs, tokens, together)), 2, log := tmp_path / "log") as ranks:
