@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas
-from pydantic import Field, StrictFloat, StrictInt
+from pydantic import Field, StrictFloat
 
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
@@ -17,9 +17,9 @@ from dmc.results.benchmark import BenchmarkConfig, EngineDecoder, random_prompts
 from dmc.results.claims import Claim, Method
 from dmc.results.compare import run_cells
 from dmc.results.equal_bytes import asked_of
-from dmc.results.grid import Cell, CompareConfig, EngineSettings, named_settings, plan_grid, plan_methods
-from dmc.results.lm_eval_tasks import LMEvalSettings
+from dmc.results.grid import Cell, CompareConfig, named_settings, plan_grid, plan_methods
 from dmc.results.measurement import DONE, Row
+from dmc.results.models import PlannedModel, plan_model
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
 from dmc.results.tables import markdown, texts_of, write_tables
@@ -38,15 +38,15 @@ class SpeedSettings:
     batch_size: Count = 4
     rounds: Count = 4
 
+    def __post_init__(self) -> None:
+        if self.new_tokens < self.rounds:
+            raise ValueError(f"speed: new_tokens={self.new_tokens} cannot be divided among rounds={self.rounds}")
+
 
 @checked_dataclass(frozen=True)
-class AuditConfig:
-    """Settings of an audit; those that a comparison has too are `CompareConfig`'s."""
+class AuditConfig(CompareConfig):
+    """Settings of an audit: those of a comparison, and what makes it fail."""
 
-    models: Annotated[dict[str, Any], Field(min_length=1)]
-    policies: list[Any]
-    budgets: list[Any]
-    tasks: Annotated[list[Any], Field(min_length=1)]
     claim: str | list[str] | None = None
     """Claims, see `dmc.results.claims`; one that is false, or not carried by its samples, fails the audit."""
     protect: Annotated[StrictFloat, Field(gt=0, le=0.25)] | None = 0.1
@@ -54,14 +54,9 @@ class AuditConfig:
     chat_tasks: list[Any] = field(default_factory=list)
     """Tasks for conversations; left out where the tokenizer of a model has no chat template with a system prompt."""
     reasoning: list[Any] = field(default_factory=list)
-    """Tasks of lm-eval whose answers are sampled with every seed of `lm_eval.seeds`."""
+    """Tasks of lm-eval; answers that are sampled have every seed of `lm_eval.seeds`."""
     speed: SpeedSettings | None = None
     """None: speeds are not measured."""
-    lm_eval: LMEvalSettings = field(default_factory=LMEvalSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    seed: StrictInt = 0
-    reference: str | None = None
-    overwrite: bool = False
     output: OutputFolder = "outputs/audit"
 
     @property
@@ -79,8 +74,9 @@ class AuditConfig:
 class Plan:
     """What an audit measures."""
 
-    grid: CompareConfig
     cells: list[Cell]
+    reference: str | None
+    """Variant whose full cache `full` is."""
     left_out: list[str]
     """What it leaves out, and why."""
 
@@ -94,33 +90,28 @@ def plan_audit(config: AuditConfig, configs: Path) -> Plan:
     Raises:
         ValueError, FileNotFoundError, ImportError: see `plan_grid` and `Claim.check`.
     """
-    claims, tasks, left_out = config.claims, [*config.tasks], list[str]()
+    claims, tasks, left_out = config.claims, [*config.tasks, *config.reasoning], list[str]()
     if config.chat_tasks:
-        why = [reason for name, model in config.models.items() if (reason := _takes_no_system_prompt(name, model))]
+        models = [plan_model(name, model) for name, model in config.models.items()]
+        why = [reason for model in models if (reason := _takes_no_system_prompt(model))]
         left_out += [f"left out: conversations: {'; '.join(why)}"] if why else []
         tasks += [] if why else config.chat_tasks
-    tasks += config.reasoning
     if not config.reasoning:
-        left_out.append(
-            "left out: reasoning: no task was given (reasoning=[reasoning_sampled], which downloads its data)"
-        )
+        downloaded = "reasoning=[reasoning_sampled], which downloads its data"
+        left_out.append(f"left out: reasoning: no task was given ({downloaded})")
     policies = [*config.policies, *(protected(config.policies, config.protect, configs) if config.protect else [])]
-    grid = CompareConfig(
-        config.models, policies, tasks, config.budgets, config.engine, config.seed, config.lm_eval, config.reference,
-        config.overwrite, config.output,
-    )  # fmt: skip
-    cells = plan_grid(grid, configs)
+    cells = plan_grid(replace(config, policies=policies, tasks=tasks), configs)
+    names = {cell.model.name: cell.model.variant for cell in cells}
+    reference = names.get(str(cells[0].config.reference), cells[0].config.reference)
     for claim in claims:
-        claim.check(map(_method_of, cells), {cell.task.name for cell in cells}, cells[0].config.reference)
-    return Plan(grid, cells, left_out)
+        claim.check(map(_method_of, cells), {cell.task.name for cell in cells}, reference)
+    return Plan(cells, reference, left_out)
 
 
 def protected(policies: Sequence[Any], share: float, configs: Path) -> list[Any]:
     """Return a form of each method that evicts which protects the bounds of prompts (arXiv:2605.18053)."""
-    found = []
-    for entry, (name, settings) in zip(
-        policies, named_settings(policies, configs / "policy", "policies").items(), strict=True
-    ):
+    found, known = [], named_settings(policies, configs / "policy", "policies")
+    for entry, (name, settings) in zip(policies, known.items(), strict=True):
         evicts = settings and isinstance(plan_methods({name: settings}, [2])[0].build(), Protection)
         if evicts and not settings.get("protect"):
             changes = {"name": f"{name}+protect={share:g}", "protect": share}
@@ -128,16 +119,15 @@ def protected(policies: Sequence[Any], share: float, configs: Path) -> list[Any]
     return found
 
 
-def _takes_no_system_prompt(name: str, model: Any) -> str:
+def _takes_no_system_prompt(model: PlannedModel) -> str:
     """Return why a model cannot be asked in a conversation; empty: it can."""
-    given = {"path": model} if isinstance(model, str) else model
     try:
-        tokenizer = load_tokenizer(given["path"], given.get("revision"))
+        tokenizer = load_tokenizer(model.settings.path, model.settings.revision)
         if not getattr(tokenizer, "chat_template", None):
-            return f"{name} has no chat template"
+            return f"{model.name} has no chat template"
         Encoder(tokenizer).conversation(["system", "user"])
     except ValueError as error:
-        return f"{name}: {error}"
+        return f"{model.name}: {error}"
     return ""
 
 
@@ -158,44 +148,40 @@ def run_audit(config: AuditConfig, configs: Path) -> str | None:
         ValueError, FileNotFoundError, ImportError: see `plan_audit`; nothing has been written.
     """
     plan, folder = plan_audit(config, configs), Path(config.output)
-    store, keys, reference = (
-        Store(folder / "cells.jsonl"),
-        [cell.key for cell in plan.cells],
-        plan.cells[0].config.reference,
-    )
+    store, keys = Store(folder / "cells.jsonl"), {cell.key for cell in plan.cells}
     run_cells(plan.cells, store, lambda model: load_with_tokenizer(model.path, model.dtype, model.revision))
     rows = [row for row in store.rows() if row["key"] in keys]
-    speeds = list[str]()
+    shown = {*keys}
     for row in measure_speeds(config.speed, plan.cells, rows) if config.speed is not None else ():
         store.append(row)
-        speeds.append(row["key"])
-    tables = write_tables(store, folder, config.reference, keys={*keys, *speeds})
-    frame = store.frame(keys)
-    judged, failed = (
-        list[str](),
-        [f"{row['key']}: {row.get('error', row['status'])}" for row in rows if row["status"] != DONE],
-    )
-    for claim in config.claims:
-        try:
-            judgement = claim.judge(frame, reference)
-            judged.append(str(judgement))
-            failed += [] if judgement.standing == "true" else [judged[-1]]
-        except ValueError as error:  # of a cell that failed
-            judged.append(f"not measured: {error}")
-            failed.append(judged[-1])
-    failed += idle_cells(rows)
-    said = "\n\n".join(
-        ["### What compression did", counters(rows), *plan.left_out, *(["### Claims"] if judged else []), *judged]
-    )
+        shown.add(row["key"])
+    tables = write_tables(store, folder, config.reference, keys=shown)
+    failed = [f"{row['key']}: {row.get('error', row['status'])}" for row in rows if row["status"] != DONE]
+    judged, refuted = judge(config.claims, store.frame(keys), plan.reference)
+    failed += [*idle_cells(rows), *refuted]
+    parts = ["### What compression did", counters(rows), *plan.left_out]
+    said = "\n\n".join([*parts, *(["### Claims"] if judged else []), *judged])
     replace_file(folder / AUDIT, f"{said}\n".encode())
-    findings = read_folders([folder], config.reference, {*keys, *speeds})
+    findings = read_folders([folder], config.reference, shown)
     findings.claims += judged
     page = write_page(findings, folder / "report", "Audit of a compressed cache")
     print(f"\n{tables}\n\n{said}\n\n{folder / AUDIT}, {page}")
-    if not failed:
-        return None
-    reasons = "".join(f"\n  {line}" for line in dict.fromkeys(failed))
-    return f"error: the audit failed:{reasons}"
+    return "\n  ".join(["error: the audit failed:", *failed]) if failed else None
+
+
+def judge(claims: Sequence[Claim], frame: pandas.DataFrame, reference: str | None) -> tuple[list[str], list[str]]:
+    """Return what measurements say of each claim, and of these the ones that are not true."""
+    said, refuted = list[str](), list[str]()
+    for claim in claims:
+        try:
+            found = claim.judge(frame, reference)
+            said.append(str(found))
+            is_true = found.standing == "true"
+        except ValueError as error:  # a cell of it has failed
+            said.append(f"not measured: {error}")
+            is_true = False
+        refuted += [] if is_true else said[-1:]
+    return said, refuted
 
 
 def asked_to_compress(row: Row) -> bool:
@@ -209,20 +195,22 @@ def acted(row: Row) -> tuple[int, int]:
 
 
 def idle_cells(rows: Sequence[Row]) -> list[str]:
-    """Describe cells in which nothing was compressed although it was asked for: settings are no proof."""
-    idle = [row for row in rows if row["status"] == DONE and asked_to_compress(row) and not any(acted(row))]
-    return [
-        f"nothing was compressed: {row['key']}: CR {row['requested_ratio']:.3g} was asked for, and all "
-        f"{row['entries_seen']:,} entries were held and read"
-        for row in idle
-    ]
+    """Describe cells in which nothing was compressed although it was asked for, or nothing was counted."""
+    found = []
+    for row in rows:
+        if row["status"] == DONE and "entries_seen" not in row:
+            found.append(f"{row['key']}: an earlier version measured it and counted nothing: give overwrite=true")
+        elif row["status"] == DONE and asked_to_compress(row) and not any(acted(row)):
+            asked, seen = f"CR {row['requested_ratio']:.3g} was asked for", f"{row['entries_seen']:,}"
+            found.append(f"nothing was compressed: {row['key']}: {asked}, and all {seen} entries were held and read")
+    return found
 
 
 def counters(rows: Sequence[Row]) -> str:
     """Format what each cell's compression did, counted at the last step of every sample."""
-    lines = pandas.DataFrame([row for row in rows if row["status"] == DONE])
+    lines = pandas.DataFrame([row for row in rows if row["status"] == DONE and "entries_seen" in row])
     if lines.empty:
-        return "No cell is finished."
+        return "Nothing was counted."
     columns: Any = {
         "method": ("method", ""),
         "asked": lambda line: asked_of({**line, "is_full": pandas.isna(line["budget"]) and not line["learned"]}),
@@ -254,9 +242,11 @@ def measure_speeds(settings: SpeedSettings, cells: Sequence[Cell], rows: Sequenc
         model, ratio = cell.model.settings, row["requested_ratio"]
         if cell.model.name not in models:
             models[cell.model.name] = load_with_tokenizer(model.path, model.dtype, model.revision)[0]
+        dtype: Any = str(models[cell.model.name].dtype).removeprefix("torch.")
         config = BenchmarkConfig(
-            model.path, prompt_length=settings.prompt_length, new_tokens=settings.new_tokens, rounds=settings.rounds,
-            block_size=cell.config.engine.block_size, kernels=cell.config.engine.kernels, seed=cell.config.seed,
+            model.path, dtype=dtype, prompt_length=settings.prompt_length, new_tokens=settings.new_tokens,
+            rounds=settings.rounds, block_size=cell.config.engine.block_size, kernels=cell.config.engine.kernels,
+            seed=cell.config.seed,
         )  # fmt: skip
         prompts = random_prompts(models[cell.model.name], settings.batch_size, config)
         name = f"engine: {row['method']}" + ("" if cell.method.budget_name is None else f" at CR {ratio:.3g}")

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pandas
 
@@ -113,7 +113,7 @@ class Claim:
         ]
         sides = [self._find(name, [*dict.fromkeys(methods)], reference) for name in (self.subject, self.other)]
         subject, other = (lines[[method == side for method in methods]] for side in sides)
-        scale = Scale.of(lines.assign(higher_is_better=lines["higher_is_better"]))
+        scale = Scale.of(lines)
         if self.unit is not None and self.unit != ("point" if scale.is_share else scale.unit.strip().removesuffix("s")):
             raise ValueError(f"claim={self.text!r}: {scale.metric} is not measured in {self.unit}s")
         try:
@@ -164,7 +164,9 @@ class Judgement:
         kind = "samples" if contexts == self.num_samples else "texts"
         over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
         if self.standing != "not carried":
-            side = f"at most {scale.bound(lost.upper)}" if self.standing == "true" else f"at least {self._least}"
+            side = f"at most {scale.bound(lost.upper)} worse"
+            if lost.upper < 0 or self.standing == "false":
+                side = f"at least {self._least}"
             return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over})."
         if math.isinf(lost.reach):
             carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
@@ -180,10 +182,7 @@ class Judgement:
 
     @property
     def _least(self) -> str:
-        lower = self.lost.lower
-        return f"{100 * lower if self.scale.is_share else lower:.3g}{self.scale.unit_of_difference} worse"
-
-
-def methods_of(frame_or_rows: Iterable[Any]) -> list[Method]:
-    """Return the methods of rows or cells' rows, each once."""
-    return [*dict.fromkeys(Method(*map(row.get, ("variant", "policy", "budget", "is_full"))) for row in frame_or_rows)]
+        """Return the bound that is nearer to no difference."""
+        is_better = self.lost.upper < 0
+        bound = (100 if self.scale.is_share else 1) * (-self.lost.upper if is_better else self.lost.lower)
+        return f"{bound:.3g}{self.scale.unit_of_difference} {'better' if is_better else 'worse'}"

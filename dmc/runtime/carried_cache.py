@@ -40,6 +40,8 @@ UNRELATED = {
     *("compression", "dtype", "model_type"),
 }
 """Keys of a model's configuration that do not change its cache, or are compared apart."""
+TABLES = ("block_tables", "ring_tables")
+"""Fields that are made anew."""
 ELEMENTS = 1024
 """Elements of each weight that enter the fingerprint one by one, at least if it has as many."""
 CHUNK = 2**24
@@ -168,7 +170,7 @@ def identity_of(model: Any, cache: PagedCache, policy: CachePolicy | None) -> di
     fields = {
         field.name: [str(field.dtype), field.per, field.shape, field.every, field.num_layers]
         for field in layout.fields
-        if field.name != "block_tables"
+        if field.name not in TABLES
     }
     identity = {
         "model_type": model.config.model_type,
@@ -230,21 +232,22 @@ def _place(folder: Path, ranks: Ranks) -> Path:
 
 def _on_all_ranks(act: Callable[[], Result], ranks: Ranks) -> Result:
     """Do something on each rank; where one fails all raise its error."""
-    error, result = None, None
+    results: list[Result] = []
+    failure = None
     try:
-        result = act()
-    except Exception as found:
-        error = found
-    for found in ranks.all_gather_object(error):
-        if found is not None:
-            raise found
-    return result  # type: ignore[return-value]
+        results.append(act())
+    except Exception as error:
+        failure = error
+    for of_rank in ranks.all_gather_object(failure):
+        if of_rank is not None:
+            raise of_rank
+    return results[0]
 
 
 def _kept(cache: PagedCache, per: str) -> list[str]:
     """Return the names of the fields that are written of rows, but for what is made anew, or of blocks."""
     names = cache.fields.names("row") if per == "row" else cache.fields.names("slot", "block")
-    return [name for name in names if name != "block_tables"]
+    return [name for name in names if name not in TABLES]
 
 
 def _tensors_of(sequence: Sequence) -> dict[str, Tensor]:
@@ -259,7 +262,7 @@ def _tensors_of(sequence: Sequence) -> dict[str, Tensor]:
 def _tensors_in(cache: PagedCache, sequence: Sequence) -> dict[str, Tensor]:
     """Copy a sequence's fields: those of its row, [layers, ...], and all heads' blocks in turn, [n, ...]."""
     assert sequence.row is not None
-    states = cache.fields.read_row(sequence.row)
+    states = cache.read_row(sequence.row)
     tables = states["block_tables"]
     used = _slots_used(states["lengths"], cache.block_size, tables.shape[-1])
     blocks = cache.fields.read_blocks(tables[used > 0].long(), used[used > 0])
@@ -289,8 +292,8 @@ def _fits(tensors: dict[str, Tensor], cache: PagedCache) -> bool:
     if bool((lengths < 0).any()) or bool((lengths.amax(-1).cpu() > torch.tensor(limits)).any()):
         return False
     num_blocks = int((-(-lengths // cache.block_size)).sum())
-    expected = {f"row.{name}": (fields[name].dtype, fields[name][:, 0].shape) for name in _kept(cache, "row")}
+    expected = {f"row.{name}": (fields[name].dtype, [*fields[name][:, 0].shape]) for name in _kept(cache, "row")}
     for name in _kept(cache, "block"):
-        expected[f"block.{name}"] = fields[name].dtype, (num_blocks, *fields[name].shape[1:])
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items() if name not in counts}
+        expected[f"block.{name}"] = fields[name].dtype, [num_blocks, *fields[name].shape[1:]]
+    found = {name: (tensor.dtype, [*tensor.shape]) for name, tensor in tensors.items() if name not in counts}
     return found == expected

@@ -16,6 +16,7 @@ from dmc.runtime.options import SamplingParams
 from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, Sequence
 from dmc.runtime.sampling import new_generator
 from dmc.runtime.session import Session
+from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.text_stream import TextStream
 
 TOKEN_IDS = TypeAdapter(list[int])
@@ -151,8 +152,10 @@ class InputProcessor:
         requests = []
         for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
             tokens = self.encode(continuation, begins_text=False)
-            is_session = isinstance(prompt, Session)
-            sequence = self.sequence(prompt) if is_session else self.sequence(None, self.encode(prompt))
+            if isinstance(prompt, Session):
+                sequence = self.sequence(prompt)
+            else:
+                sequence = self.sequence(None, self.encode(prompt))
             params = SamplingParams(max_new_tokens=len(tokens))
             requests.append(ForcedRequest(sequence, list(between), params, forced=Forced(tokens, keep)))
             self.check_can_start(requests[-1])
@@ -182,8 +185,8 @@ class InputProcessor:
 
     def _check_fits(self, num_tokens: int, sequence: Sequence) -> None:
         cache, limit = self._core.cache, context_length(self._model.config)
-        blocks, held = cache.blocks_for(num_tokens), sequence.row
-        num_held = sequence.num_computed_tokens
+        blocks, num_held = cache.blocks_for(num_tokens), sequence.num_computed_tokens
+        held: int | Snapshot | None = sequence.row
         if held is None and sequence.base is not None and sequence.base.snapshot is not None:
             held, num_held = sequence.base.snapshot, sequence.base.snapshot.tokens_seen
         if not cache.grows and blocks > cache.allocator.num_blocks and held is not None:

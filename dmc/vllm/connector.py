@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from dmc.vllm.spec import HeapManager
 
-CACHE_LAYER = "dmc"
+CACHE_LAYER = "dmc.0"
 """Name of the one layer that vLLM sees of the cache."""
 
 
@@ -61,24 +61,14 @@ class HeldReport(KVConnectorWorkerMetadata):
         return HeldReport(min(self.step, other.step), most, self.ranks + other.ranks)
 
 
-class Cache(Protocol):
-    """The worker's cache."""
-
-    def begin_step(self, step: int, started: dict[str, int], ended: list[str]) -> None:
-        """Free rows of requests that ended, give rows to those that start."""
-
-    def report(self) -> tuple[int, dict[str, int]]:
-        """Return the newest step whose counts have arrived, and pages held after it; waits for nothing."""
-
-
 class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     """Carries no keys or values: it takes the lengths of a compressed cache back to the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_supported(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel = vllm_config.parallel_config
-        self.num_ranks = parallel.tensor_parallel_size
+        self.layers = vllm_config.compilation_config.static_forward_context
+        self.num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.step = 0
         self.manager: HeapManager | None = None
 
@@ -135,9 +125,9 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     # A worker's side.
 
     @property
-    def cache(self) -> Cache:
-        """The cache of this worker's model."""
-        return self._vllm_config.compilation_config.static_forward_context[CACHE_LAYER].cache
+    def cache(self) -> Any:
+        """The `WorkerCache` of this worker's model."""
+        return self.layers[CACHE_LAYER].cache
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

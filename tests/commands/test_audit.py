@@ -6,6 +6,7 @@ import pytest
 from scripts_here import run_script
 
 from dmc import load_model, retrofit
+from dmc.commands.audit import idle_cells
 from dmc.compression import CompressionConfig
 from dmc.models.loading import load_tokenizer
 
@@ -91,3 +92,11 @@ def test_chats_with_a_system_prompt_are_asked_in_conversations(audit, folders, c
     assert audit(chat_tasks=[chat | {"max_new_tokens": 2}], policies=["full", "snapkv"], protect=None) == ""
     shown = capsys.readouterr().out
     assert "### system: obeyed of 2 samples" in shown and "| base, snapkv | CR 4 | system |" in shown
+
+
+def test_what_a_policy_leaves_unread_counts_and_what_nobody_counted_fails():
+    row = {"status": "done", "key": "quest/4", "learned": False, "budget": "4", "requested_ratio": 4.0}
+    counted = row | {"entries_seen": 1000, "entries_held": 1000, "entries_unread": 30}
+    assert idle_cells([counted]) == idle_cells([counted | {"entries_unread": 0, "requested_ratio": 1.0}]) == []
+    assert "all 1,000 entries" in idle_cells([counted | {"entries_unread": 0}])[0]
+    assert "give overwrite=true" in idle_cells([row])[0]

@@ -88,12 +88,12 @@ class Obeying:
             turns = zip(sample.orders, forks, strict=True)
             requests = [engine.submit(order.said, params, fork) for order, fork in turns]
             engine.run(requests, progress=False)
+        answers = [request.generation for request in requests if request.generation is not None]
         obeyed: dict[str, list[bool]] = {}
-        for order, request in zip(sample.orders, requests, strict=True):
-            assert request.generation is not None
-            obeyed.setdefault(order.name, []).append(self.obeys(engine, order, request.generation))
+        for order, answer in zip(sample.orders, answers, strict=True):
+            obeyed.setdefault(order.name, []).append(self.obeys(engine, order, answer))
         metrics = {name: fmean(found) for name, found in obeyed.items()}
-        return SampleResult({"obeyed": fmean(metrics.values()), **metrics}, request.generation.stats, breakdown)
+        return SampleResult({"obeyed": fmean(metrics.values()), **metrics}, answers[-1].stats, breakdown)
 
 
 def lay_out(begin: list[int], blocks: list[list[int]], text: list[int], length: int) -> tuple[list[int], list[Span]]:
