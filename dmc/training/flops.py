@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dmc.compression.full_attention import RECURRENT_SIZES
 from dmc.training.config import RunConfig
 
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
@@ -54,12 +55,15 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tup
         trained: parts of the names of the weights that get a gradient; the gradient flows back to the first of them
             alone. Empty: there is no backward.
     """
-    values = {key: value for key, value in config.to_dict().items() if key not in ("compression", "layer_types")}
+    has_experts = getattr(config, "num_experts_per_tok", None) is not None  # maybe in some layers alone
+    kinds_of_layers = getattr(config, "layer_types", None) or []
+    is_recurrent = all(hasattr(config, size) for size in RECURRENT_SIZES)  # layers may have no attention
+    dropped = ("compression",) if is_recurrent else ("compression", "layer_types")
+    values = {key: value for key, value in config.to_dict().items() if key not in dropped}
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
     family = values.pop("model_type").removeprefix("dmc_")
-
-    has_experts = getattr(config, "num_experts_per_tok", None) is not None  # maybe in some layers alone
-    depth = config.num_hidden_layers if has_experts else min(2, config.num_hidden_layers)
+    differ = has_experts or is_recurrent
+    depth = config.num_hidden_layers if differ else min(2, config.num_hidden_layers)
     stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": depth})
     with FakeTensorMode():  # of fused attention torch counts only some kernels, of grouped products none
         model = AutoModelForCausalLM.from_config(
@@ -72,6 +76,8 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tup
 
         def counted(*of_layers: nn.Module) -> int:
             model.model.layers = nn.ModuleList(of_layers)
+            if is_recurrent:
+                model.config.layer_types = [kinds_of_layers[layers.index(layer)] for layer in of_layers]
             return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if trained else None)
 
         kinds: dict[str, list[nn.Module]] = {}
@@ -81,7 +87,7 @@ def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tup
             )
         first = counted(layers[0])
         others = sum((counted(layers[0], kind[0]) - first) * len(kind) for kind in kinds.values())
-        if not has_experts and depth > 1:
+        if not differ and depth > 1:
             others *= config.num_hidden_layers - 1
     return (first + others) / sequence_length
 

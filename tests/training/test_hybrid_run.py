@@ -1,4 +1,4 @@
-"""A model with windows and sinks is trained, exported, compared and served, end to end."""
+"""A model with windows and sinks, or with layers without attention, is trained, exported, compared and served."""
 
 from __future__ import annotations
 
@@ -21,10 +21,19 @@ from dmc.serving.worker import Worker
 from dmc.training.config import RunConfig
 from dmc.training.run import train
 
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 12}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12}
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 SHAPES = {
-    "gemma3_text": {"query_pre_attn_scalar": 8},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": {**STATES, **EXPERTS},
+    "qwen3_5_text": STATES,
 }
 
 
@@ -35,7 +44,8 @@ def load(path, dtype, revision):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_hybrid_is_trained_exported_compared_and_served(family, run_values, tmp_path):
-    run_values["base"]["shape"] |= {"model_type": family, "max_position_embeddings": 512, **LAYERS, **SHAPES[family]}
+    shape = {"model_type": family, "num_hidden_layers": 4, "max_position_embeddings": 512, **SHAPES[family]}
+    run_values["base"]["shape"] |= shape
     run = train(build_config(RunConfig, run_values))
     model, metrics = load_model(run.final), run.metrics(run.final)
     assert len(model.compressed_layers) == 2 and metrics["achieved_ratio"] >= 1

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from dmc.compression.full_attention import RECURRENT
 from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
 from dmc.training.config import RunConfig
@@ -145,8 +146,14 @@ def fake_step(
 
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Copy a configuration with another number of layers, all of which have full attention: they need most."""
+    """Copy a configuration with another number of layers, no more than its own: see `planned_kinds`."""
     values = config.to_dict() | {"num_hidden_layers": num_layers}
     if values.get("layer_types"):
-        values["layer_types"] = ["full_attention"] * num_layers
+        values["layer_types"] = planned_kinds(config)[:num_layers]
     return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def planned_kinds(config: PretrainedConfig) -> list[str]:
+    """Return the kind of each layer as it is planned: full attention for a window, of which it needs no less."""
+    kinds = getattr(config, "layer_types", None) or []
+    return [kind if kind == RECURRENT else "full_attention" for kind in kinds]

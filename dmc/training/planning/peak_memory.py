@@ -17,7 +17,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from dmc.training.config import RunConfig
-from dmc.training.planning.fake_step import fake_step
+from dmc.training.planning.fake_step import fake_step, planned_kinds
+from dmc.training.planning.start_checks import model_shape
 
 DEPTHS, SHARDED_DEPTHS = (2, 3), (4, 5)
 """Numbers of layers that are traced; the neighbors of the first and last ones are gathered or reduced meanwhile."""
@@ -108,7 +109,7 @@ def without_deepspeed(config: RunConfig) -> RunConfig:
 def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
     """Count the memory at each moment of a step, the model's weights, and those that are trained.
 
-    Layers are alike: each moment's peak, and each of its components, is linear in their number.
+    Layers are alike, or their kinds repeat: each moment's peak, and each of its components, is linear in their number.
 
     Args:
         config: of a run without DeepSpeed.
@@ -116,6 +117,9 @@ def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[
         micro_batches: of a step.
     """
     depths = DEPTHS if config.trainer.strategy in ("auto", "ddp") else SHARDED_DEPTHS
+    kinds = planned_kinds(model_shape(config))
+    if (period := next((size for size in range(1, len(kinds)) if kinds[size:] == kinds[:-size]), len(kinds))) > 1:
+        depths = (first := -(-depths[0] // period) * period), first + period
     if num_layers <= depths[1]:
         return _trace_layers(config, num_layers, micro_batches)
     (few, *some), (more, *others) = (_trace_layers(config, depth, micro_batches) for depth in depths)
