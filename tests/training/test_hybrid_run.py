@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from composing import CONFIGS
+from launching import logged_losses, train_ranks
 from report_rows import NEEDLE
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
@@ -19,7 +21,7 @@ from dmc.serving.config import Limits
 from dmc.serving.server import make_app
 from dmc.serving.worker import Worker
 from dmc.training.config import RunConfig
-from dmc.training.run import train
+from dmc.training.run import fresh_model, train
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 12}
 STATES = {
@@ -62,3 +64,26 @@ def test_a_hybrid_is_trained_exported_compared_and_served(family, run_values, tm
     finally:
         worker.stop()
     assert first["choices"][0]["text"] == again["choices"][0]["text"] and first["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+def test_ranks_learn_what_one_does_of_layers_without_attention(strategy, run_values, tmp_path):
+    """With documents that do not see each other, several in a sequence."""
+    run_values["base"]["shape"] |= {"model_type": "qwen3_next", "num_hidden_layers": 2, **STATES, **EXPERTS}
+    run_values["base"]["shape"]["layer_types"] = STATES["layer_types"][:2]
+    run_values["training"] |= {
+        "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "3 steps"}}, "document_masking": True,
+        "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 4, "checkpoint_every_steps": 4,
+    }  # fmt: skip
+    run_values["compression"] |= {"gate_input": "hidden"}
+    fresh_model(build_config(RunConfig, run_values), 300, seed=3).save_pretrained(tmp_path / "base")
+    values = run_values | {"model": str(tmp_path / "base")}
+    alone = train(build_config(RunConfig, values | {"output_dir": str(tmp_path / "alone")})).folder
+    folder, trainer = tmp_path / strategy, values["trainer"] | {"devices": 2, "strategy": strategy}
+    train_ranks(values | {"output_dir": str(folder), "trainer": trainer}, 2, tmp_path / "log")
+    assert logged_losses(folder) == pytest.approx(logged_losses(alone), abs=1e-5)
+    model, same = (load_model(run / "final").state_dict() for run in (alone, folder))
+    assert model.keys() == same.keys()
+    for name, weight in model.items():
+        torch.testing.assert_close(same[name], weight, rtol=0, atol=2e-6)
