@@ -269,13 +269,10 @@ def _divide_norm(module: nn.Module, mesh: DeviceMesh) -> None:
         for key, weight in list(part.named_parameters(recurse=False)):
             setattr(part, key, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
 
-    distribute_module(
-        module,
-        mesh,
-        divide,
-        lambda _, inputs, __: (DTensor.from_local(inputs[0], mesh, [Shard(HEADS)]),),
-        lambda _, output, __: output.to_local(),
-    )
+    def divided(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return (DTensor.from_local(inputs[0], mesh, [Shard(HEADS)]),)
+
+    distribute_module(module, mesh, divide, divided, lambda _, output, __: output.to_local())
 
 
 def _divide_outputs(module: nn.Module, ranks: Ranks, pieces: tuple[int, ...]) -> None:
