@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from dmc.compression import CompressedCache, CompressionConfig, Compressor, full_attention_tables
+from dmc.compression import CompressionConfig, Compressor, full_attention_tables
 from dmc.compression.full_attention import layer_windows, refuse_other_attention, refuse_windows_alone
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
