@@ -83,7 +83,9 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, Cut]:
     for name, weight in [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]:
         experts, _, key = name.rpartition(".")
         cuts[name] = PACKED if key == "gate_up_proj" else OF_EXPERTS
-        setattr(model.get_submodule(experts), key, nn.Parameter(_cut(weight, cuts[name], ranks), requires_grad=False))
+        setattr(
+            model.get_submodule(experts), key, nn.Parameter(cut_weight(weight, cuts[name], ranks), requires_grad=False)
+        )
     for name in {name.rpartition(".")[0] for name in cuts}:
         model.get_submodule(name).register_forward_hook(_sum_output)
     for pattern, style in config.base_model_tp_plan.items():
@@ -108,7 +110,7 @@ def shard_model(model: Any, ranks: Ranks) -> dict[str, Cut]:
     return cuts
 
 
-def _cut(weight: Tensor, how: Cut, ranks: Ranks) -> Tensor:
+def cut_weight(weight: Tensor, how: Cut, ranks: Ranks) -> Tensor:
     """Return this rank's part of a weight."""
     if how == PACKED:
         return torch.cat([ranks.chunk(half, 1) for half in weight.detach().chunk(2, 1)], 1)
@@ -198,5 +200,5 @@ def _read_slices(
             part[how] = slice(ranks.rank * share, (ranks.rank + 1) * share)
         found = weight[tuple(part)]
         kept = torch.float32 if any(module in name for module in exact) else dtype
-        stored[name] = (_cut(found, how, ranks) if how == PACKED else found).to(device, kept)
+        stored[name] = (cut_weight(found, how, ranks) if how == PACKED else found).to(device, kept)
     return stored
