@@ -18,6 +18,6 @@ class Worker(CPUWorker):
     """What `worker_cls` names: slots of tokens in blocks, which our cache does not use, are not computed."""
 
     def init_device(self):
-        """Let go of the fallback for machines without Triton, which vLLM 0.32 gives its arguments in the wrong order."""
+        """Replace the fallback for machines without Triton, whose arguments vLLM 0.32 confuses."""
         super().init_device()
         register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": lambda *_: None})

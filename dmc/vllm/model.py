@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,9 @@ from dmc.runtime.paged_forward import PagedForward
 from dmc.vllm.attention import LAYER_NAME, AttentionStep, CacheLayer
 from dmc.vllm.spec import HeapSpec
 from dmc.vllm.worker_cache import WorkerCache
+
+PAGE_SLOTS = 16
+"""Most slots of a page."""
 
 
 class DMCForCausalLM(nn.Module):
@@ -79,7 +83,8 @@ class DMCForCausalLM(nn.Module):
         model = self.causal_lm.eval().requires_grad_(False)
         layout, block_size = model_view.layout_of(model), vllm.cache_config.block_size
         assert layout.compression is not None
-        self.cache: Any = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, block_size)
+        slots = math.gcd(PAGE_SLOTS, block_size)
+        self.cache: Any = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, slots)
         spec = HeapSpec(
             block_size=block_size,
             num_kv_heads=layout.num_layers * layout.num_kv_heads,
@@ -88,9 +93,10 @@ class DMCForCausalLM(nn.Module):
             ratio=layout.compression.target_ratio,
             delay=layout.delay,
             step_tokens=vllm.scheduler_config.max_num_batched_tokens,
+            page_slots=slots,
         )
         vllm.compilation_config.static_forward_context[LAYER_NAME] = CacheLayer(self.cache, spec)
-        backend = choose_backend("auto", layout.dtype, layout.head_dim, block_size, layout.device)
+        backend = choose_backend("auto", layout.dtype, layout.head_dim, slots, layout.device)
         self._attention = CacheAttention(self.cache, backend)
         self._view = model_view.view_of(model)
         model_view.use_backend_linear(self._view, backend)
@@ -113,7 +119,7 @@ class DMCForCausalLM(nn.Module):
         """Run the layers over a step's tokens, [T]; return their last hidden states, [T, hidden]."""
         steps = get_forward_context().attn_metadata
         asked = {"position_ids": positions[None].long(), "use_cache": False}
-        if steps is None:  # vLLM measures the memory that a step takes
+        if steps is None or not self.cache.is_told:  # vLLM measures the memory of a step, or warms up
             return self._run(input_ids, paged_cache=NoCache(), **asked)
         step: AttentionStep = steps[LAYER_NAME]
         batch = self.cache.batch(step.first_blocks, step.begins, step.num_new, step.most)
@@ -143,7 +149,7 @@ class GivenStates(nn.Module):
 
 
 class NoCache:
-    """Takes the cache's place where a step has no sequences: attention returns zeros."""
+    """Takes the cache's place where a step has no requests: attention returns zeros."""
 
     def attend(self, layer_index: int, tokens: Any, *_: Any) -> Tensor:
         """See `CompressedCache.attend`."""

@@ -34,26 +34,26 @@ class WorkerCache:
     def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int) -> None:
         self.layout, self.block_size, self._device = layout, block_size, layout.device
         fields = [field for field in layout.fields if field.per == "row"]
-        self.fields = FieldStore(fields, layout.num_layers, max_sequences + 1, 0, block_size, layout.device)
-        self._unknown_row = max_sequences
-        """Row of sequences that no message has named: vLLM runs some to warm up."""
+        self.fields = FieldStore(fields, layout.num_layers, max_sequences, 0, block_size, layout.device)
         self._free_rows = list(range(max_sequences))[::-1]
         self._rows: dict[str, int] = {}
         self._layers: dict[int, LayerCache] = {}
         self._sinks: dict[int, Tensor] = {}
-        self._step, self._is_told = 0, False
+        self._step = 0
+        self.is_told = False
+        """Whether a message has announced the next forward pass; what vLLM warms up with has no rows here."""
         self._pending: deque[tuple[int, dict[str, int], PendingCopy]] = deque()
         self._reported: tuple[int, dict[str, int]] = 0, {}
 
     def bind_pages(self, kv_cache: Tensor) -> None:
-        """Divide vLLM's memory, contiguous [blocks, layers * heads, block_size, 2 D], into pages."""
-        blocks, heads, block_size, width = kv_cache.shape
-        self.key_pages, self.value_pages = kv_cache.view(2, blocks * heads, block_size, width // 2).unbind()
+        """Divide vLLM's memory, contiguous [blocks, layers * heads, slots of a block, 2 D], into pages."""
+        self.key_pages, self.value_pages = kv_cache.view(2, -1, self.block_size, self.layout.head_dim).unbind()
         num_pages = len(self.key_pages)
         self.free_pages = torch.arange(num_pages, -1, -1, dtype=torch.int32, device=self._device).roll(-1)
         """Stack of free pages, int32 [N + 1]; the last place is unused."""
         self.num_free = self.free_pages.new_full((1,), num_pages)
-        self.row_of_block = torch.full((blocks,), self._unknown_row, device=self._device)
+        no_row = self.all_lengths.shape[1]
+        self.row_of_block = torch.full((len(kv_cache),), no_row, device=self._device)
         """Row of the request whose first block it is, int64 [blocks]."""
         self._layers.clear()
 
@@ -65,7 +65,7 @@ class WorkerCache:
             started: first block of each request that begins at position 0.
             ended: finished, aborted and preempted requests.
         """
-        self._step, self._is_told = step, True
+        self._step, self.is_told = step, True
         if rows := [self._rows.pop(request) for request in ended if request in self._rows]:
             self._give_back(on_device(torch.tensor(rows), self._device))
             self._free_rows += rows
@@ -102,7 +102,6 @@ class WorkerCache:
 
     def batch(self, first_blocks: Tensor, begins: Tensor, num_new: list[int], most: list[int]) -> ForwardBatch:
         """Find the rows of a step's sequences, and make tables wide enough; see `AttentionStep`."""
-        self._before = None if self._is_told else self.num_free.clone()
         longest = max(begin + new for begin, new in zip(most, num_new, strict=True))
         if (wanted := -(-longest // self.block_size)) > self.block_tables.shape[-1]:
             self.fields.widen("block_tables", max(wanted, 2 * self.block_tables.shape[-1]))
@@ -110,12 +109,8 @@ class WorkerCache:
         return ForwardBatch.of_device(num_new, most, self.row_of_block[first_blocks], begins)
 
     def end_step(self) -> None:
-        """Count the pages of all requests after a forward pass, or forget one that no message has announced."""
-        if self._before is not None:
-            self.num_free.copy_(self._before)  # what lies above on the stack is still there
-            self.all_lengths[:, self._unknown_row] = 0
-            return
-        self._is_told = False
+        """Count the pages of all requests after a forward pass."""
+        self.is_told = False
         held = self._pages_of(self.all_lengths).sum((0, 2))
         copied = held.to("cpu", non_blocking=True, copy=True)
         event = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
