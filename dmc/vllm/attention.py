@@ -81,11 +81,7 @@ class DMCAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """See `AttentionBackend`.
-
-        Raises:
-            NotImplementedError: always; vLLM then knows that the context is not divided among ranks.
-        """
+        """Raise NotImplementedError: from it vLLM knows that the context is not divided among ranks."""
         raise NotImplementedError("layers attend through the cache of dmc.vllm.worker_cache")
 
     @staticmethod
@@ -96,8 +92,6 @@ class DMCAttentionBackend(AttentionBackend):
 
 class CacheLayer(nn.Module, AttentionLayerBase):
     """The one layer with a KV cache that vLLM knows of; its blocks hold entries of all layers and heads."""
-
-    supports_dcp = False
 
     def __init__(self, cache: WorkerCache, spec: KVCacheSpec) -> None:
         super().__init__()

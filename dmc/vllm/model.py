@@ -15,7 +15,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 
 from dmc.kernels import choose_backend
-from dmc.models.build import fill_buffers
+from dmc.models.build import fill_buffers, refuse_kernels
 from dmc.models.tensor_parallel import cut_weight, shard_model
 from dmc.policies.layer_attention import CacheAttention
 from dmc.ranks import Ranks
@@ -37,13 +37,14 @@ class DMCForCausalLM(nn.Module):
         prefix: of the modules' names; unused.
     Raises:
         NotImplementedError: some layers have a window.
-        ValueError: heads cannot be divided evenly among tensor parallel ranks.
+        ValueError: heads cannot be divided evenly among tensor parallel ranks, or see `refuse_kernels`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self._vllm_config = vllm_config
         config = vllm_config.model_config.hf_config
+        refuse_kernels(config, vllm_config.model_config.model)
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(config, dtype=vllm_config.model_config.dtype)
         group = get_tp_group()
