@@ -77,8 +77,8 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_supported(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel = vllm_config.parallel_config
-        self.num_ranks = parallel.tensor_parallel_size
+        self.layers = vllm_config.compilation_config.static_forward_context
+        self.num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.step = 0
         self.manager: HeapManager | None = None
 
@@ -137,7 +137,7 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def cache(self) -> Cache:
         """The cache of this worker's model."""
-        return self._vllm_config.compilation_config.static_forward_context[CACHE_LAYER].cache
+        return self.layers[CACHE_LAYER].cache
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
