@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class DMCForCausalLM(nn.Module):
         layout, block_size = model_view.layout_of(model), vllm.cache_config.block_size
         assert layout.compression is not None
         slots = math.gcd(PAGE_SLOTS, block_size)
-        self.cache: Any = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, slots)
+        self.cache = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, slots)
         spec = HeapSpec(
             block_size=block_size,
             num_kv_heads=layout.num_layers * layout.num_kv_heads,
@@ -98,7 +98,7 @@ class DMCForCausalLM(nn.Module):
         )
         vllm.compilation_config.static_forward_context[LAYER_NAME] = CacheLayer(self.cache, spec)
         backend = choose_backend("auto", layout.dtype, layout.head_dim, slots, layout.device)
-        self._attention = CacheAttention(self.cache, backend)
+        self._attention = CacheAttention(cast(Any, self.cache), backend)
         self._view = model_view.view_of(model)
         model_view.use_backend_linear(self._view, backend)
         self._head = model_view.view_of(self._view)
@@ -124,7 +124,7 @@ class DMCForCausalLM(nn.Module):
             return self._run(input_ids, paged_cache=NoCache(), **asked)
         step: AttentionStep = steps[LAYER_NAME]
         batch = self.cache.batch(step.first_blocks, step.begins, step.num_new, step.most)
-        paged = PagedForward(self.cache, self._attention, batch, self.causal_lm.rotary_tables)
+        paged = PagedForward(cast(Any, self.cache), self._attention, batch, self.causal_lm.rotary_tables)
         hidden = self._run(input_ids, paged_cache=paged, **asked)
         paged.finish()
         self.cache.end_step()

@@ -137,6 +137,7 @@ class WorkerCache:
                 free_blocks=self.free_pages[:-1],
                 num_free=self.num_free,
                 sinks=self._sinks.get(index),
+                entry_metadata={},
                 **{name: self.fields[name][index] for name in names},
             )
         return self._layers[index]

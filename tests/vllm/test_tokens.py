@@ -1,6 +1,8 @@
 """Stock vLLM on a CPU, from its engine to its input batch: the tokens of exported folders equal those of `Engine`."""
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +14,27 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.forward_context import set_forward_context
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.utils import extract_layer_index
 
 from dmc import Engine, SamplingParams
-from dmc.vllm.plugin import register
+from dmc.vllm import model as model_module
+from dmc.vllm import plugin
+from dmc.vllm.attention import LAYER_NAME
 from dmc.vllm.worker_cache import WorkerCache
 
 VARIANTS = {
-    "merge": ("llama", {}),
-    "exact merge with delay": ("llama", {"window_size": None, "delay": 3}),
-    "drop with delay": ("qwen3", {"action": "drop", "delay": 5}),
-    "merge by hidden gates": ("qwen3", {"gate_input": "hidden", "delay": 2}),
+    "merge": ("llama", {}, 16),
+    "exact merge with delay": ("llama", {"window_size": None, "delay": 3}, 32),
+    "drop with delay": ("qwen3", {"action": "drop", "delay": 5}, 16),
+    "merge by hidden gates": ("qwen3", {"gate_input": "hidden", "delay": 2}, 16),
     "drop of the token before by hidden gates": (
-        "llama", {"action": "drop", "delay": 4, "gate_input": "hidden", "decided_token": "previous"}
+        "llama", {"action": "drop", "delay": 4, "gate_input": "hidden", "decided_token": "previous"}, 16
     ),
 }  # fmt: skip
+"""Family, gates, and slots of a block of vLLM's."""
 LENGTHS, NUM_NEW = (5, 130, 33, 1, 70, 200, 18), 64
-BLOCK_BYTES = 4 * 16 * 2 * 16 * 4  # heads of all layers, slots, keys and values, channels, float32
+CACHE_BYTES = 18 * 4 * 16 * 2 * 16 * 4  # blocks of 16 slots, heads of all layers, keys and values, channels, float32
 ARRIVALS = {0: [1, 5], 3: [2, 4], 5: [0, 3], 30: [6]}
 """Which prompts come before which step."""
 
@@ -36,18 +43,18 @@ ARRIVALS = {0: [1, 5], 3: [2, 4], 5: [0, 3], 30: [6]}
 def one_process(monkeypatch):
     """Let the engine, its scheduler and its worker run here."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    register()
+    plugin.register()
     yield
     cleanup_dist_env_and_memory()
     gc.collect()
 
 
-def open_engine(folder, **changes):
+def engine_args(folder, **changes):
     options = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 272, "max_num_batched_tokens": 64,
-        "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": 18 * BLOCK_BYTES, "worker_cls": "cpu_vllm.Worker",
+        "max_num_seqs": 4, "kv_cache_memory_bytes": CACHE_BYTES, "worker_cls": "cpu_vllm.Worker",
     }  # fmt: skip
-    return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **{**options, **changes}))
+    return EngineArgs(model=str(folder), **{**options, **changes})
 
 
 def run(engine, prompts, aborted=()):
@@ -71,11 +78,11 @@ def worker_cache(engine):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make_prompts, tmp_path, monkeypatch):
-    family, gates = VARIANTS[name]
+    family, gates, block_size = VARIANTS[name]
     model, prompts = make_compressed(family, gates=gates), make_prompts(*LENGTHS)
     model.save_pretrained(tmp_path)
     generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0))
-    engine = open_engine(tmp_path)
+    engine = LLMEngine.from_engine_args(engine_args(tmp_path, block_size=block_size))
     cache, started = worker_cache(engine), []
     monkeypatch.setattr(
         cache, "begin_step", lambda *told: started.extend(told[1]) or WorkerCache.begin_step(cache, *told)
@@ -91,3 +98,32 @@ def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make
     with set_forward_context(None, engine.vllm_config):  # as vLLM measures a step's memory
         hidden = engine.model_executor.driver_worker.get_model()(torch.arange(5), torch.arange(5))
     assert hidden.shape == (5, model.config.hidden_size) and int(cache.num_free) == len(cache.key_pages)
+
+
+def test_settings_that_are_not_served_are_refused(make_compressed, tmp_path):
+    make_compressed().save_pretrained(tmp_path)
+    foreign = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    for asked, named in (
+        ({"enable_lora": True}, "LoRA"),
+        ({"kv_transfer_config": foreign}, "kv_connector of your own"),
+    ):
+        with pytest.raises(ValueError, match=f"not served with {named}"):
+            engine_args(tmp_path, **asked).create_engine_config()
+    config = engine_args(tmp_path).create_engine_config()
+    assert not config.cache_config.enable_prefix_caching and config.kv_transfer_config.kv_connector == "DMCConnector"
+
+
+def test_layers_with_a_window_are_refused(make_compressed, monkeypatch):
+    monkeypatch.setattr(model_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0, world_size=1))
+    config = make_compressed(
+        "olmo3", num_layers=2, layer_types=["full_attention", "sliding_attention"], sliding_window=8
+    ).config
+    vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=config, model="", dtype=torch.float32))
+    with pytest.raises(NotImplementedError, match="window of 8 tokens"):
+        model_module.DMCForCausalLM(vllm_config=vllm_config)
+
+
+def test_vllms_table_of_settings_by_architecture_is_as_we_use_it():
+    assert MODELS_CONFIG_MAP["DMCLlamaForCausalLM"] is plugin.CompressedModelConfig
+    assert all(issubclass(kind, VerifyAndUpdateConfig) for kind in MODELS_CONFIG_MAP.values())
+    assert extract_layer_index(LAYER_NAME) == 0
