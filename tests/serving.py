@@ -87,3 +87,24 @@ def replay_shard(
     found["num_replayed"] = record.num_replayed
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def carry_shard(rank: int, folder: Path, cache: Path, texts: list[list[int]], out: Path) -> None:
+    """Save a session's cache on each rank, damage one rank's, and go on from it once it is whole again."""
+    model, (context, question) = load_shard(folder), texts
+    greedy, engines = SamplingParams(max_new_tokens=12, temperature=0), (Engine(model), Engine(model))
+    with engines[0].session() as session:
+        session.feed(context)
+        engines[0].save(session, cache)
+        expected = session.generate(question, greedy)
+    mine = cache / f"rank-{rank}-of-2" / "cache.safetensors"
+    whole = mine.read_bytes()
+    mine.write_bytes(whole[: -rank or None])
+    with pytest.raises(ValueError, match="is damaged") as refusal:  # of the second rank's, on both
+        engines[1].load(cache)
+    mine.write_bytes(whole)
+    with engines[1].load(cache) as session:
+        tokens = session.generate(question, greedy).token_ids
+    found = [expected.token_ids, tokens, str(refusal.value), engines[1].blocks_in_use]
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

@@ -15,7 +15,16 @@ SETTINGS = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_TH
 @pytest.mark.skipif(not (OWN / ".installed").exists(), reason="needs vLLM in .venv-vllm, which scripts/test.sh makes")
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests" / "vllm").glob("test_*.py")))
 def test_in_an_environment_with_vllm(name):
-    command = [str(OWN / "bin" / "python"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/vllm/{name}.py"]
+    command = [
+        str(OWN / "bin" / "python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        f"tests/vllm/{name}.py",
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=1500, check=False
     )

@@ -74,7 +74,11 @@ def _outputs(layer: nn.Module, modeling: Any, config: Any) -> Tensor:
     """Run a layer on random tokens."""
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(1, NUM_TOKENS, config.hidden_size, generator=generator)
-    (rotary_class,) = (value for name, value in vars(modeling).items() if name.endswith("RotaryEmbedding"))
+    (rotary_class,) = (
+        value
+        for name, value in vars(modeling).items()
+        if name.endswith("RotaryEmbedding") and not name.endswith("VisionRotaryEmbedding")
+    )
     positions = torch.arange(NUM_TOKENS)[None]
     causal = torch.full((NUM_TOKENS, NUM_TOKENS), -torch.inf).triu(1)[None, None]
     rotary = full_attention_tables(rotary_class(config), states, positions)

@@ -20,6 +20,7 @@ from dmc.compression.full_attention import layer_windows, refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.masked_attention import Documents, causal_attention, window_attention
+from dmc.models.recurrent import attention_layers, install_recurrent
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
@@ -191,13 +192,15 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         for index, window in enumerate(layer_windows(config)):
             if window is None:
                 self.model.layers[index].self_attn = self.attention_class(config, index)
+        install_recurrent(self)
         with_token_losses(self)
         self.post_init()
 
     @property
     def compressed_layers(self) -> list[Any]:
         """The decoder layers with gates: those with full attention."""
-        return [layer for layer in self.model.layers if isinstance(layer.self_attn, CompressedAttentionMixin)]
+        gated = {attn.layer_idx for attn in attention_layers(self) if isinstance(attn, CompressedAttentionMixin)}
+        return [self.model.layers[index] for index in sorted(gated)]
 
     @property
     def ranks(self) -> Ranks:
@@ -251,13 +254,16 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             queries, keys = (
                 count * dim for count in (self.config.num_attention_heads, self.config.num_key_value_heads)
             )
+            of_head = 2 * dim if attention.gates_output else dim  # rows of W_q
             if not compression.borrows_key_neuron:
-                rows = slice(first, queries if fused else None, dim * attention.num_key_value_groups)
-                projections = [attention.qkv_proj if fused else attention.q_proj]
+                rows = slice(first, queries if fused else None, of_head * attention.num_key_value_groups)
+                projections = [(attention.qkv_proj if fused else attention.q_proj, rows)]
+            elif fused:
+                projections = [(attention.qkv_proj, slice(first, queries + keys, dim))]
             else:
-                rows = slice(first, queries + keys if fused else None, dim)
-                projections = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj]
-            for projection in projections:
+                places = slice(first, None, of_head), slice(first, None, dim)
+                projections = list(zip((attention.q_proj, attention.k_proj), places, strict=True))
+            for projection, rows in projections:
                 for parameter in projection.parameters():
                     yield parameter, rows
 
@@ -429,4 +435,5 @@ def for_unpadded(model: Any) -> Any:
     """Let a stock causal LM attend without a mask to sequences that are never padded, as a compressed one does."""
     if not isinstance(model, CompressedCausalLM):
         model.set_attn_implementation(UNPADDED_ATTENTION)
+        install_recurrent(model)
     return model

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
+from dmc.models.recurrent import attention_layers
 from dmc.models.weights import check_weights, local_folder, open_weights
 from dmc.ranks import Ranks
 
@@ -128,12 +129,12 @@ def check_norms(model: Any) -> None:
     Raises:
         ValueError: it does.
     """
-    attention = model.model.layers[0].self_attn
+    attention, *_ = attention_layers(model)
     for name, weight in attention.named_parameters():
         if "norm" in name and weight.numel() != attention.head_dim:
             raise ValueError(
-                f"layer 0 of this {model.config.model_type} model has a norm over all heads (self_attn.{name}), "
-                "which cannot be divided among ranks: use one tensor parallel rank"
+                f"layer {attention.layer_idx} of this {model.config.model_type} model has a norm over all heads "
+                f"(self_attn.{name}), which cannot be divided among ranks: use one tensor parallel rank"
             )
 
 
@@ -152,6 +153,12 @@ def check_divides(config: Any, num_ranks: int, context_size: int = 1) -> None:
             f"transformers' plan for it leaves self_attn whole; use one tensor parallel rank"
         )
     windows = layer_windows(config)
+    if 0 in windows and num_ranks * context_size > 1:
+        raise ValueError(
+            f"layer {windows.index(0)} of this {config.model_type} model has no attention, and keeps a state that "
+            f"{num_ranks * context_size} ranks cannot divide: train with tensor_parallel_size=1 and "
+            "context_parallel_size=1, serve with one process"
+        )
     if context_size > 1 and any(windows):  # stock layers rotate their own tokens, before ranks exchange heads
         layer, window = next((layer, window) for layer, window in enumerate(windows) if window)
         raise ValueError(

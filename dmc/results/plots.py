@@ -289,6 +289,9 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
         lines: of a frame of measurements with one `task`, `metric` and `by`, and `name`, `label`.
     """
     task, metric, by = (str(lines[name].iloc[0]) for name in ("task", "metric", "by"))
+    if by == "instruction layer head":  # heads of all layers side by side
+        heads, by = lines["layer"] * (1 + lines["head"].max()) + lines["head"], "head instruction"
+        lines = lines.assign(head=heads)
     names, title = by.split(), f"{task}: {metric.replace('_', ' ')} by {by.replace(' ', ' and ')}"
     groups = [rows for _, rows in lines.groupby("label", sort=False)]
     if len(names) == 1:
@@ -313,7 +316,8 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
             maps.append((first["method"], first["label"], values))
         elif not first["is_full"]:
             even.append(str(first["name"]))
-    caption = f"Dark: low. Light: high. Horizontal: {across}. Vertical: {down}."
+    along = "heads, layer after layer" if by == "head instruction" else across
+    caption = f"Dark: low. Light: high. Horizontal: {along}. Vertical: {down}."
     caption += f" Not drawn, for all heads are alike: {', '.join(dict.fromkeys(even))}." if even else ""
     return list(_draw_heatmaps(title, caption, maps, logarithmic=metric == "compression_ratio")) if maps else []
 

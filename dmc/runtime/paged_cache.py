@@ -47,7 +47,7 @@ class PagedCache:
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
         if num_blocks is not None and recorded_length is not None:
-            fitting = num_blocks * self.expected_ratio / (len(layout.places) * layout.num_kv_heads)
+            fitting = num_blocks * self.expected_ratio / (layout.num_paged_layers * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
@@ -55,12 +55,14 @@ class PagedCache:
             shape, sizes = (layout.num_kv_heads, 2, layout.head_dim), (layout.num_layers, max_sequences, block_size)
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, CopyStream(layout.device))
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        shape = len(layout.places), size[1], layout.num_kv_heads
+        shape = layout.num_paged_layers, size[1], layout.num_kv_heads
         self.tally = Tally(shape, block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self._sinks: dict[int, Tensor] = {}
         self.place = -1
         """Changes whenever tensors of the cache have moved."""
+        self.num_unread: int | Tensor = 0
+        """See `Cache` of `layer_attention.py`."""
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
@@ -83,7 +85,7 @@ class PagedCache:
 
     @property
     def all_lengths(self) -> Tensor:
-        """Slots in pages of all layers, those with a window last, int32 [layers, C, H]."""
+        """Slots in pages of all layers with attention, those with a window last, int32 [layers, C, H]."""
         return self.fields["lengths"]
 
     @property
@@ -91,16 +93,19 @@ class PagedCache:
         """Bytes of one block, all that is kept for its slots included."""
         return self.layout.block_bytes(self.block_size)
 
-    def open_row(self, snapshot: Snapshot | None = None) -> int:
+    def open_row(self, snapshot: Snapshot | None = None, moves: bool = False) -> int:
         """Start an empty sequence, or one that goes on from a snapshot, and return its row.
+
+        It shares the snapshot's blocks, unless that `moves`: then it takes them over.
 
         Raises:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
-        states = None
-        if snapshot is not None:
-            tables = self._share(snapshot.states["block_tables"].clone(), snapshot.states["lengths"])
-            states = {**snapshot.states, "block_tables": tables}
+        states = None if snapshot is None else snapshot.states
+        if states is not None:
+            tables = states["block_tables"]
+            self._widen_tables(tables.shape[-1])
+            states = states if moves else {**states, "block_tables": self._share(tables.clone(), states["lengths"])}
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -147,10 +152,10 @@ class PagedCache:
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
         return int(((held > 0) & (held == self.allocator.extra + 1)).sum())
 
-    def blocks_to_share(self, row: int | None = None) -> int:
-        """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
-        if row is not None and self.layout.policy_fields:
-            return self.blocks_held(row)
+    def blocks_to_share(self, held: int | Snapshot | None = None) -> int:
+        """Blocks that one more holder of what a row or snapshot holds needs for itself, at most; under a policy all."""
+        if held is not None and self.layout.policy_fields:
+            return self.blocks_held(held)
         rings = sum(-(-ring // self.block_size) for ring in self.layout.rings)
         return (self.layout.num_layers + rings) * self.layout.num_kv_heads
 
@@ -171,15 +176,18 @@ class PagedCache:
         is_shared = index < closed[..., None]
         is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
         old = tables[is_open].long()
-        missing = old.numel() - self.allocator.num_free
-        if missing > 0:
-            self._grow_pool(missing)
-        fresh = self.allocator.allocate(old.numel())
+        fresh = self.take(old.numel())
         self.fields.copy_blocks(old, fresh.long())
         self.allocator.share(tables[is_shared])
         tables[is_open] = fresh
         self.free.count()
         return tables
+
+    def take(self, num_blocks: int) -> Tensor:
+        """Take free blocks, int32 [num_blocks], see `BlockAllocator.allocate`; a pool that grows makes them."""
+        if (missing := num_blocks - self.allocator.num_free) > 0:
+            self._grow_pool(missing)
+        return self.allocator.allocate(num_blocks)
 
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
@@ -190,7 +198,8 @@ class PagedCache:
         if self.slow is not None:
             for row in self._free_rows:
                 self.slow.free(row)
-        self.free.note(self.allocator.num_blocks)  # not asked of the other ranks: this one may have failed alone
+        # this rank may have failed alone, so the others are asked later; pools that grow are not equally large
+        self.free.note(0, torch.arange(len(self.tokens_seen)))
 
     def _owned_blocks(self, row: int) -> Tensor:
         return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
@@ -206,13 +215,14 @@ class PagedCache:
 
     def _view(self, index: int) -> LayerCache:
         fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
+        apart = of_policy | {field.name for field in self.layout.state_fields}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
             sinks=self._sinks.get(index),
             entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
-            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in of_policy},
+            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in apart},
         )
 
     def set_sinks(self, index: int, sinks: Tensor | None) -> None:
@@ -241,7 +251,7 @@ class PagedCache:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
         self.free.count()
         left = self.free.known - self.free.needed(self.all_lengths[:, rows], num_new)
-        return max(left // (len(self.layout.places) * self.layout.num_kv_heads) * self.block_size, 1)
+        return max(left // (self.layout.num_paged_layers * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
     def expected_ratio(self) -> float:
@@ -260,9 +270,10 @@ class PagedCache:
         self.free.count()
         return num_blocks <= self.free.known
 
-    def blocks_held(self, row: int) -> int:
-        """Blocks of a sequence, shared ones too; the most of any rank."""
-        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel(), "max")
+    def blocks_held(self, held: int | Snapshot) -> int:
+        """Blocks of a row or snapshot, shared ones too; the most of any rank."""
+        lengths = held.states["lengths"] if isinstance(held, Snapshot) else self.all_lengths[:, held]
+        return self.layout.ranks.all_reduce(int((-(-lengths // self.block_size)).sum()), "max")
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
@@ -292,7 +303,10 @@ class PagedCache:
         most_tokens = int((self.tokens_seen[rows] + num_new).max())
         if not self.layout.num_layers:
             most_tokens = min(most_tokens, max(self.layout.rings))
-        if (wanted := -(-most_tokens // self.block_size)) > (width := self.fields["block_tables"].shape[-1]):
+        self._widen_tables(-(-most_tokens // self.block_size))
+
+    def _widen_tables(self, wanted: int) -> None:
+        if wanted > (width := self.fields["block_tables"].shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 
@@ -367,7 +381,7 @@ class PagedCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence beside its pages: raw history, means, lengths, block tables, what a policy keeps."""
+        """Bytes of one sequence beside its pages: raw history, means, lengths, tables, states, what a policy keeps."""
         return self.fields.row_bytes
 
     def bytes_allocated(self, row: int) -> int:

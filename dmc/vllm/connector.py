@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
@@ -59,16 +59,6 @@ class HeldReport(KVConnectorWorkerMetadata):
             for name in self.sub_pages.keys() | other.sub_pages.keys()
         }
         return HeldReport(min(self.step, other.step), most, self.ranks + other.ranks)
-
-
-class Cache(Protocol):
-    """The worker's cache."""
-
-    def begin_step(self, step: int, started: dict[str, int], ended: list[str]) -> None:
-        """Free rows of requests that ended, give rows to those that start."""
-
-    def report(self) -> tuple[int, dict[str, int]]:
-        """Return the newest step whose counts have arrived, and pages held after it; waits for nothing."""
 
 
 class DMCConnector(KVConnectorBase_V1, SupportsHMA):
@@ -135,8 +125,8 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     # A worker's side.
 
     @property
-    def cache(self) -> Cache:
-        """The cache of this worker's model."""
+    def cache(self) -> Any:
+        """The `WorkerCache` of this worker's model."""
         return self.layers[CACHE_LAYER].cache
 
     @override

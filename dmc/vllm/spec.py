@@ -77,9 +77,7 @@ class HeapManager(SingleTypeKVCacheManager):
         return self.kv_cache_spec.most_expected(num_tokens) - has + growing
 
     @override
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Give a request the blocks that it lacks for `num_tokens` tokens in all."""
         blocks = self.req_to_blocks[request_id]
         held = self.held.setdefault(request_id, Held())
@@ -191,6 +189,11 @@ class HeapSpec(AttentionSpec):
     def prefix_cacheable(self) -> bool:
         return False
 
+    @property
+    @override
+    def uses_slot_mapping(self) -> bool:
+        return False
+
     @override
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of the longest request if its gates keep all: one request always fits alone."""
@@ -215,9 +218,8 @@ class HeapSpec(AttentionSpec):
         return min(cdiv(num_tokens, self.block_size), cdiv(num_pages, self.pages_per_block))
 
     def _expected_pages(self, num_tokens: int) -> int:
-        """Return the pages of all heads; the last one of a head is half full."""
         slots = max((1 + RESERVE) * num_tokens / self.ratio - self.delay, 0)
-        return math.ceil(self.num_kv_heads * (slots / self.slots + 0.5))
+        return math.ceil(self.num_kv_heads * (slots / self.slots + 0.5))  # a head's last page is half full
 
 
 @dataclass

@@ -30,10 +30,15 @@ SIZES = {
 }  # fmt: skip
 """Of every configuration class those fields that it has."""
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 16}
-OF_FAMILY = dict.fromkeys(("cohere2", "exaone4", "gemma3_text", "gpt_oss", "ministral", "olmo3"), HYBRID)
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+OF_FAMILY = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), RECURRENT)
+OF_FAMILY |= dict.fromkeys(("cohere2", "exaone4", "gemma3_text", "gpt_oss", "ministral", "olmo3"), HYBRID)
 OF_FAMILY |= {"cwm": {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "dots1": {"n_shared_experts": 1}}
 NEIGHBORS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
-PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8}
+PARTLY = {"glm": 8, "glm4": 8, "glm4_moe": 8, "qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -56,7 +61,7 @@ def stock_of(family):
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if value.is_floating_point() and "rotary_emb" not in name and "embed_scale" not in name:
                 noise = torch.randn(value.shape, generator=generator)
-                value.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+                value.copy_(value + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)  # some are 1 + w
     return model.eval()
 
 
@@ -198,6 +203,7 @@ CONVENTIONS = {
     "phi3": "one projection",
     "granite": "factors",
     "ministral3": "queries that grow with their positions",
+    "qwen3_next": "a layer without attention, a gate on the output",
 }
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from launching import Processes
-from serving import replay_shard, report, sample_with_noise, serve_one_by_one, serve_shard
+from serving import carry_shard, replay_shard, report, sample_with_noise, serve_one_by_one, serve_shard
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, shard_model
@@ -69,6 +69,20 @@ def test_two_ranks_share_prefixes_and_forks_alike(make_compressed, make_prompts,
     for found in answers(tmp_path / "out"):
         same = ("tokens", "others", "slots", "blocks")
         assert [found[name] for name in same] == [alone[name] for name in same]
+
+
+def test_two_ranks_carry_a_cache_together_or_not_at_all(make_compressed, make_prompts, tmp_path):
+    model, (context, question) = make_compressed(gates={"delay": 4}), make_prompts(70, 9)
+    model.save_pretrained(tmp_path / "model")
+    arguments = (tmp_path / "model", cache := tmp_path / "cache", [context, question], tmp_path / "out")
+    with Processes(carry_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    (alone,) = Engine(model).generate([context + question], SamplingParams(max_new_tokens=12, temperature=0))
+    for expected, tokens, refusal, blocks in answers(tmp_path / "out"):
+        assert tokens == expected == alone.token_ids and blocks == 0
+        assert str(cache / "rank-1-of-2") in refusal
+    with pytest.raises(FileNotFoundError, match="holds no cache that this engine could load"):
+        Engine(model).load(cache)
 
 
 def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed, make_prompts, tmp_path):

@@ -109,7 +109,6 @@ def test_families_with_full_attention_or_windows_are_served_as_they_are(family: 
             "layer 0 of this llama4_text model has a chunk of 8 tokens",
         ),
         ("deepseek_v3", {**MLA, "num_key_value_heads": 4, "first_k_dense_replace": 2}, "kv_lora_rank=16"),
-        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer 1 .*linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0} | THETA}, "rope_type='dynamic' changes"),
         (
             "phi3",

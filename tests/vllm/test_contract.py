@@ -30,7 +30,9 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = HeapSpec(block_size=32, num_kv_heads=6, head_size=8, dtype=torch.float16, ratio=4.0, step_tokens=64, page_slots=16)
+SPEC = HeapSpec(
+    block_size=32, num_kv_heads=6, head_size=8, dtype=torch.float16, ratio=4.0, step_tokens=64, page_slots=16
+)
 
 
 def manager_of(spec=SPEC, enable_caching=False, num_blocks=20):
@@ -39,16 +41,16 @@ def manager_of(spec=SPEC, enable_caching=False, num_blocks=20):
     return KVCacheManager(config, 512, spec.block_size, spec.block_size, enable_caching=enable_caching)
 
 
-def settings(**changes):
-    options = dict(
-        speculative_config=None, kv_transfer_config=SimpleNamespace(is_kv_producer=True),
+def settings():
+    """vLLM's settings of a model on two ranks."""
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes += ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return SimpleNamespace(
+        speculative_config=None,
+        kv_transfer_config=SimpleNamespace(is_kv_producer=True),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, pipeline_parallel_size=1,
-            decode_context_parallel_size=1, prefill_context_parallel_size=1,
-        ),
-    )  # fmt: skip
-    return SimpleNamespace(**{**options, **changes})
+        parallel_config=SimpleNamespace(**{**dict.fromkeys(sizes, 1), "tensor_parallel_size": 2}),
+    )
 
 
 def test_the_extra_is_the_version_that_these_tests_run_with():
@@ -59,7 +61,8 @@ def test_the_extra_is_the_version_that_these_tests_run_with():
 
 
 @pytest.mark.parametrize(
-    ("ours", "base"), [(HeapManager, SingleTypeKVCacheManager), (DMCConnector, KVConnectorBase_V1), (HeapSpec, AttentionSpec)]
+    ("ours", "base"),
+    [(HeapManager, SingleTypeKVCacheManager), (DMCConnector, KVConnectorBase_V1), (HeapSpec, AttentionSpec)],
 )
 def test_methods_take_what_the_base_class_gives_them(ours, base):
     """The base classes are vLLM's own extension points, but none promises to stay."""

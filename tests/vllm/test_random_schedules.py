@@ -78,11 +78,11 @@ class Books:
             del self.lives[name]
         for name, first in meta.started.items():
             assert name not in self.lives
-            self.lives[name] = dict(first=first, steps=[], reported=0, pages=0, blocks=0, prompt=None, trimmed=False)
+            self.lives[name] = {"first": first, "steps": [], "reported": 0, "pages": 0, "blocks": 0, "trimmed": False}
 
     def scheduled(self, step, name, num_tokens, prompt):
         life = self.lives[name]
-        life["prompt"] = life["prompt"] or prompt
+        life.setdefault("prompt", prompt)
         life["steps"].append((step, num_tokens))
         life["blocks"] = max(life["blocks"], self.needed(life, num_tokens))
 
@@ -167,7 +167,9 @@ class Run:
         names = [*output.num_scheduled_tokens]
         tokens = [[] if requests[name].is_prefill_chunk else [1] for name in names]
         at = {name: index for index, name in enumerate(names)}
-        result = ModelRunnerOutput(names, at, tokens, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=report))
+        result = ModelRunnerOutput(
+            names, at, tokens, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=report)
+        )
         self.in_flight.append((output, result, report))
         if oldest:  # nothing keeps it from going on, and no younger one takes its blocks
             assert oldest.num_preemptions == before

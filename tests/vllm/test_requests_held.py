@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-vllm = pytest.importorskip("vllm.v1.core.kv_cache_manager", reason="vLLM is not installed here")
+pytest.importorskip("vllm.v1.core.kv_cache_manager", reason="vLLM is not installed here")
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -61,7 +61,8 @@ def num_held(manager, lengths_after):
 def test_as_many_more_requests_are_held_as_the_cache_is_smaller(num_blocks, block_size):
     rng = np.random.default_rng(0)
     stock = FullAttentionSpec(block_size=block_size, num_kv_heads=LAYERS * HEADS, head_size=DIM, dtype=torch.float16)
-    assert (most := num_held(pool(stock, num_blocks), None)) == 15
+    most = num_held(pool(stock, num_blocks), None)
+    assert most == 15
     for ratio in (1, 4, 8):
         spec = HeapSpec(
             block_size=block_size, num_kv_heads=LAYERS * HEADS, head_size=DIM, dtype=torch.float16,

@@ -35,6 +35,7 @@ from typing_extensions import override
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
+from dmc.models.recurrent import attention_layers
 from dmc.models.tensor_parallel import check_divides, check_norms
 from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
@@ -169,7 +170,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         distributed_checkpoint.load(parts, storage_reader=reader)
         for name in sorted(set(state) - set(parts)):  # KV heads to merge, experts that files hold apart
             holder, _, key = name.rpartition(".")
-            value, head_dim = getattr(model.get_submodule(holder), key), model.model.layers[0].self_attn.head_dim
+            value, head_dim = getattr(model.get_submodule(holder), key), attention_layers(model)[0].head_dim
             weight = merge_rows(stored[name][:].to(self.root_device, value.dtype), value.shape[0], head_dim)
             if isinstance(value, nn.Parameter):
                 _set_full(value, weight)
