@@ -36,7 +36,7 @@ class DMCForCausalLM(nn.Module):
         vllm_config: what vLLM was started with.
         prefix: of the modules' names; unused.
     Raises:
-        NotImplementedError: some layers have a window.
+        NotImplementedError: a layer has a window, or no attention.
         ValueError: heads cannot be divided evenly among tensor parallel ranks, or see `refuse_kernels`.
     """
 
@@ -50,9 +50,10 @@ class DMCForCausalLM(nn.Module):
         group = get_tp_group()
         self._ranks = Ranks(group.rank_in_group, group.world_size)
         self._cuts = shard_model(self.causal_lm, self._ranks) if self._ranks.size > 1 else {}
-        if (layout := model_view.layout_of(self.causal_lm)).rings:
+        windows = model_view.layout_of(self.causal_lm).windows
+        if other := [index for index, window in enumerate(windows) if window is not None]:
             raise NotImplementedError(
-                f"this {config.model_type} model has layers with a window of {layout.rings[0]} tokens, which are not "
+                f"layer {other[0]} of this {config.model_type} model does not attend to all tokens, as all must to be "
                 "served in vLLM: use dmc's engine"
             )
 

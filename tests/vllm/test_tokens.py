@@ -1,6 +1,8 @@
 """Stock vLLM on a CPU, from its engine to its input batch: the tokens of exported folders equal those of `Engine`."""
 
 import gc
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,26 +102,41 @@ def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make
     assert hidden.shape == (5, model.config.hidden_size) and int(cache.num_free) == len(cache.key_pages)
 
 
+def test_two_tensor_parallel_workers_give_the_engines_tokens(make_compressed, make_prompts, tmp_path, monkeypatch):
+    """Each has one of two KV heads, whose lengths differ; the scheduler counts the one that holds more."""
+    settings = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {**settings, "PYTHONPATH": os.pathsep.join(sys.path)}.items():
+        monkeypatch.setenv(name, value)
+    model, prompts = make_compressed(gates={"delay": 3}), make_prompts(*LENGTHS)
+    model.save_pretrained(tmp_path)
+    generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0))
+    several = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    engine = LLMEngine.from_engine_args(engine_args(tmp_path, kv_cache_memory_bytes=CACHE_BYTES // 2, **several))
+    found = run(engine, prompts)
+    engine.model_executor.shutdown()
+    assert found == [generation.token_ids for generation in generations]
+
+
 def test_settings_that_are_not_served_are_refused(make_compressed, tmp_path):
     make_compressed().save_pretrained(tmp_path)
     foreign = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     for asked, named in (
         ({"enable_lora": True}, "LoRA"),
-        ({"kv_transfer_config": foreign}, "kv_connector of your own"),
+        ({"kv_transfer_config": foreign}, "a kv_connector of your own"),
     ):
-        with pytest.raises(ValueError, match=f"not served with {named}"):
+        with pytest.raises(ValueError, match=f"is not served with {named}"):
             engine_args(tmp_path, **asked).create_engine_config()
     config = engine_args(tmp_path).create_engine_config()
     assert not config.cache_config.enable_prefix_caching and config.kv_transfer_config.kv_connector == "DMCConnector"
 
 
-def test_layers_with_a_window_are_refused(make_compressed, monkeypatch):
+def test_layers_without_full_attention_are_refused(make_compressed, monkeypatch):
     monkeypatch.setattr(model_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0, world_size=1))
     config = make_compressed(
         "olmo3", num_layers=2, layer_types=["full_attention", "sliding_attention"], sliding_window=8
     ).config
     vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(hf_config=config, model="", dtype=torch.float32))
-    with pytest.raises(NotImplementedError, match="window of 8 tokens"):
+    with pytest.raises(NotImplementedError, match="layer 1 of this dmc_olmo3 model"):
         model_module.DMCForCausalLM(vllm_config=vllm_config)
 
 
