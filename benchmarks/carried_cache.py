@@ -50,12 +50,15 @@ def main() -> None:
     parser.add_argument("--prompt_length", type=int, default=4096, help="tokens")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is timed")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the model")
     parser.add_argument("--device", default="cpu", help="device of the model")
     add_output_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE)).to(options.device)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE | {"num_hidden_layers": options.layers})).to(
+        options.device
+    )
     tokens = torch.randint(SHAPE["vocab_size"], (options.prompt_length,)).tolist()
     table = Table(__file__, options.output)
     for name, engine in engines(model).items():

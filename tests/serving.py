@@ -40,6 +40,16 @@ def serve_shard(
     torch.distributed.destroy_process_group()
 
 
+def serve_folders(folders: list[Path], prompts: list[list[int]], params: list[SamplingParams], out: Path) -> None:
+    """Answer with this rank's part of each model, and write the reports, by the folders' names, from the first rank."""
+    found = {}
+    for folder in folders:
+        engine = Engine(load_shard(folder), max_batch_size=len(prompts))
+        found[folder.name] = report(engine, engine.generate(prompts, params))
+    if torch.distributed.get_rank() == 0:
+        out.write_text(json.dumps(found))
+
+
 def serve_one_by_one(rank: int, folder: Path, prompts: list[list[int]], out: Path) -> None:
     """Answer one prompt after the other, and write how large the pool has become and what prefixes hold of it."""
     engine = Engine(load_shard(folder), max_batch_size=2, prefix_cache=True)

@@ -242,7 +242,7 @@ def measure_speeds(settings: SpeedSettings, cells: Sequence[Cell], rows: Sequenc
         model, ratio = cell.model.settings, row["requested_ratio"]
         if cell.model.name not in models:
             models[cell.model.name] = load_with_tokenizer(model.path, model.dtype, model.revision)[0]
-        dtype = str(models[cell.model.name].dtype).removeprefix("torch.")
+        dtype: Any = str(models[cell.model.name].dtype).removeprefix("torch.")
         config = BenchmarkConfig(
             model.path, dtype=dtype, prompt_length=settings.prompt_length, new_tokens=settings.new_tokens,
             rounds=settings.rounds, block_size=cell.config.engine.block_size, kernels=cell.config.engine.kernels,

@@ -52,8 +52,8 @@ def refuse_other_attention(config: Any) -> None:
     for name, meaning in OTHER_MATHS.items():
         if getattr(config, name, None) is not None:
             raise NotImplementedError(
-                f"{name}={getattr(config, name)} of {model} {meaning}, which a cache of keys and values does not "
-                f"follow; expected a model without"
+                f"layer 0 of {model} has {name}={getattr(config, name)} and {meaning}, which a cache of keys and "
+                "values does not follow; expected a model without"
             )
     for index, kind in enumerate(_layer_kinds(config)):
         if kind == RECURRENT and all(isinstance(getattr(config, size, None), int) for size in RECURRENT_SIZES):
@@ -73,8 +73,8 @@ def refuse_other_attention(config: Any) -> None:
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         if (rope_type := rope.get("rope_type", "default")) not in POSITION_FREE_ROPE:
             raise NotImplementedError(
-                f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot "
-                f"follow; expected one of {', '.join(POSITION_FREE_ROPE)}"
+                f"layer 0 of {model} rotates by RoPE whose rope_type={rope_type!r} changes its angles as the sequence "
+                f"grows, which cached entries cannot follow; expected one of {', '.join(POSITION_FREE_ROPE)}"
             )
 
 

@@ -108,6 +108,10 @@ class CacheLayout:
         """Bytes that layers without attention keep of one sequence, whatever its length."""
         return sum(field.num_bytes(1) * (field.num_layers or 0) for field in self.state_fields)
 
+    def ring_blocks(self, block_size: int) -> int:
+        """Return the blocks of the largest ring, as wide as tables of rings are."""
+        return -(-max(self.rings, default=0) // block_size)
+
     @cached_property
     def places(self) -> list[int]:
         """Index in the cache of each layer of the model."""
@@ -147,7 +151,8 @@ class CacheLayout:
         ring = (*heads, size)
         fields = [
             *self._entry_fields,
-            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS), num_layers=self.num_paged_layers),
+            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
+            Field("ring_tables", torch.int32, "row", (*heads, 0), num_layers=len(self.rings)),
             Field("lengths", torch.int32, "row", heads, num_layers=self.num_paged_layers),
             Field("history_key", self.dtype, "row", (*ring, dim)),
             Field("history_value", self.dtype, "row", (*ring, dim)),

@@ -26,7 +26,7 @@ from dmc.compression.full_attention import rotates_full_layers
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
 from dmc.models.rotation import Rotation
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE, Ranks, local_part
 
 THRESHOLDED = GateMode()
 
@@ -150,7 +150,9 @@ class CompressedAttentionMixin(nn.Module):
     @property
     def query_scale(self) -> Tensor | None:
         """Factor on rotated queries, [D], for the weights of both norms behind RoPE; None: there are none."""
-        return self.query_layernorm.weight * self.key_layernorm.weight if hasattr(self, "query_layernorm") else None
+        if not hasattr(self, "query_layernorm"):
+            return None
+        return local_part(self.query_layernorm.weight) * local_part(self.key_layernorm.weight)
 
     def rotate_query(self, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate queries, [B, H_q, T, D]."""
@@ -203,12 +205,14 @@ class CompressedAttentionMixin(nn.Module):
         adapted = None
         if self.gate_adapter is not None:
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
+        sinks = getattr(self, "sinks", None)
+        sinks = None if sinks is None else context_ranks.chunk(local_part(sinks), 0)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             tokens.rotates, tokens.query_scale = self.rotates, self.query_scale
-            attended = self.attend_cached(cache, tokens, padding_mask)
+            attended = self.attend_cached(cache, tokens, padding_mask, sinks)
         elif multiplier is not None:
-            attended = self.attend_plain(query, key, value, rotary, multiplier, documents)
+            attended = self.attend_plain(query, key, value, rotary, multiplier, documents, sinks)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -217,7 +221,7 @@ class CompressedAttentionMixin(nn.Module):
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
-            attended = self.attend_parallel(gated, value, rotary, hidden, documents)
+            attended = self.attend_parallel(gated, value, rotary, hidden, documents, sinks)
         attended = context_ranks.all_to_all(attended, 2, 1)
         output = attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         if output_gate is not None:
@@ -227,17 +231,20 @@ class CompressedAttentionMixin(nn.Module):
         return self.o_proj(output), None
 
     @torch.compiler.disable
-    def attend_cached(self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None) -> Tensor:
+    def attend_cached(
+        self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend through a cache; no part of compiled layers, so that all layers share their graphs.
 
         Args:
             cache: cache of the model.
             tokens: the new ones, with their decisions.
             padding_mask: True at real tokens, [B, past + T]; None: no padding.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
-        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask, getattr(self, "sinks", None))
+        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask, sinks)
 
     def attend_plain(
         self,
@@ -246,7 +253,8 @@ class CompressedAttentionMixin(nn.Module):
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         multiplier: float,
-        documents: Documents | None = None,
+        documents: Documents | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` after RoPE as before it (eq. 13).
 
@@ -257,6 +265,7 @@ class CompressedAttentionMixin(nn.Module):
             rotary: cos and sin, [B or 1, T, D].
             multiplier: in [0, 1].
             documents: bounds of documents; None: a sequence is one.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
@@ -264,7 +273,7 @@ class CompressedAttentionMixin(nn.Module):
         cos, sin = (table * scale for table in rotary)
         query, key = self.rotate_query(query, cos, sin), rotate(key, cos, sin)
         query = self.compressor.without_decision(query, key.shape[1], multiplier)
-        return causal_attention(query, key, value, self.scaling, documents, getattr(self, "sinks", None))
+        return causal_attention(query, key, value, self.scaling, documents, sinks)
 
     def attend_parallel(
         self,
@@ -273,6 +282,7 @@ class CompressedAttentionMixin(nn.Module):
         rotary: tuple[Tensor, Tensor],
         hidden: Tensor | None,
         documents: Documents | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible.
 
@@ -282,6 +292,7 @@ class CompressedAttentionMixin(nn.Module):
             rotary: cos and sin, [B or 1, T, D].
             hidden: True for keys that no query sees, [B, T]; None: there are none.
             documents: bounds of documents; None: a sequence is one.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
@@ -303,7 +314,7 @@ class CompressedAttentionMixin(nn.Module):
             keep_top=config.action == "merge",
             hidden=hidden,
             documents=documents,
-            sinks=getattr(self, "sinks", None),
+            sinks=sinks,
         )
 
 

@@ -164,7 +164,9 @@ class Judgement:
         kind = "samples" if contexts == self.num_samples else "texts"
         over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
         if self.standing != "not carried":
-            side = f"at most {scale.bound(lost.upper)}" if self.standing == "true" else f"at least {self._least}"
+            side = f"at most {scale.bound(lost.upper)} worse"
+            if lost.upper < 0 or self.standing == "false":
+                side = f"at least {self._least}"
             return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over})."
         if math.isinf(lost.reach):
             carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
@@ -180,5 +182,7 @@ class Judgement:
 
     @property
     def _least(self) -> str:
-        lower = self.lost.lower
-        return f"{100 * lower if self.scale.is_share else lower:.3g}{self.scale.unit_of_difference} worse"
+        """Return the bound that is nearer to no difference."""
+        is_better = self.lost.upper < 0
+        bound = (100 if self.scale.is_share else 1) * (-self.lost.upper if is_better else self.lost.lower)
+        return f"{bound:.3g}{self.scale.unit_of_difference} {'better' if is_better else 'worse'}"

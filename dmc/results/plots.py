@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ OUTLIER = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
 MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES = 8, 3, 8, 700
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels."""
+TITLE_WIDTH = 32
+"""Letters of a line in the title of a small heatmap."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
 LABEL_PLACES = numpy.array(
@@ -367,7 +370,7 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
                 mesh.set_rasterized(values.size > MOST_SHAPES)
                 range_of_values = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}"
                 plot.tip(mesh, method, f"{label}: {range_of_values}, highest {numpy.nanmax(values):.3g}")
-                axes.set_title(label, fontsize=7, color=MUTED, pad=2)
+                axes.set_title(textwrap.fill(label, TITLE_WIDTH), fontsize=7, color=MUTED, pad=2)
                 for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
                     axis.set_ticks([0.5, len(names) - 0.5], [f"{names[end]:,g}" for end in (0, -1)], fontsize=6)
                 axes.grid(False)

@@ -40,6 +40,8 @@ UNRELATED = {
     *("compression", "dtype", "model_type"),
 }
 """Keys of a model's configuration that do not change its cache, or are compared apart."""
+TABLES = ("block_tables", "ring_tables")
+"""Fields that are made anew."""
 ELEMENTS = 1024
 """Elements of each weight that enter the fingerprint one by one, at least if it has as many."""
 CHUNK = 2**24
@@ -168,7 +170,7 @@ def identity_of(model: Any, cache: PagedCache, policy: CachePolicy | None) -> di
     fields = {
         field.name: [str(field.dtype), field.per, field.shape, field.every, field.num_layers]
         for field in layout.fields
-        if field.name != "block_tables"
+        if field.name not in TABLES
     }
     identity = {
         "model_type": model.config.model_type,
@@ -245,7 +247,7 @@ def _on_all_ranks(act: Callable[[], Result], ranks: Ranks) -> Result:
 def _kept(cache: PagedCache, per: str) -> list[str]:
     """Return the names of the fields that are written of rows, but for what is made anew, or of blocks."""
     names = cache.fields.names("row") if per == "row" else cache.fields.names("slot", "block")
-    return [name for name in names if name != "block_tables"]
+    return [name for name in names if name not in TABLES]
 
 
 def _tensors_of(sequence: Sequence) -> dict[str, Tensor]:
@@ -260,7 +262,7 @@ def _tensors_of(sequence: Sequence) -> dict[str, Tensor]:
 def _tensors_in(cache: PagedCache, sequence: Sequence) -> dict[str, Tensor]:
     """Copy a sequence's fields: those of its row, [layers, ...], and all heads' blocks in turn, [n, ...]."""
     assert sequence.row is not None
-    states = cache.fields.read_row(sequence.row)
+    states = cache.read_row(sequence.row)
     tables = states["block_tables"]
     used = _slots_used(states["lengths"], cache.block_size, tables.shape[-1])
     blocks = cache.fields.read_blocks(tables[used > 0].long(), used[used > 0])

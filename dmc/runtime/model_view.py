@@ -30,6 +30,8 @@ from dmc.runtime.paged_forward import STOCK_ATTENTION, stock_recurrent
 
 COMPILED_VARIANTS = 64
 """Most graphs of one function in a process: each kind of layer of each model, with one sequence and with several."""
+ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+"""What modules of transformers import whose attention can be another function."""
 
 
 def view_of(model: Any) -> Any:
@@ -170,6 +172,11 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
     compression = getattr(config, "compression", None)
     if compression is None:
         refuse_other_attention(config)
+        if not any(hasattr(sys.modules[type(part).__module__], ATTENTION_FUNCTIONS) for part in model.modules()):
+            raise NotImplementedError(
+                f"layer 0 of this {config.model_type} model computes its attention in a way of its own: expected a "
+                "model that takes the function from transformers' AttentionInterface"
+            )
     parameter = next(model.parameters())
     ranks = getattr(model, "ranks", ALONE)
     num_kv_heads = config.num_key_value_heads // ranks.size

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
@@ -46,6 +47,7 @@ class PagedCache:
         more = int(recorded_length is not None)
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
+        self.fields.widen("ring_tables", layout.ring_blocks(block_size))
         if num_blocks is not None and recorded_length is not None:
             fitting = num_blocks * self.expected_ratio / (layout.num_paged_layers * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
@@ -76,7 +78,7 @@ class PagedCache:
     @property
     def block_tables(self) -> Tensor:
         """Blocks of each head in order, int32 [L, C, H, M]: of layers without a window, as a policy counts them."""
-        return self.fields["block_tables"][: self.layout.num_layers]
+        return self.fields["block_tables"]
 
     @property
     def lengths(self) -> Tensor:
@@ -106,6 +108,9 @@ class PagedCache:
             tables = states["block_tables"]
             self._widen_tables(tables.shape[-1])
             states = states if moves else {**states, "block_tables": self._share(tables.clone(), states["lengths"])}
+            full, rings = states["block_tables"].split([self.layout.num_layers, len(self.layout.rings)])
+            rings = rings[..., : self.layout.ring_blocks(self.block_size)]
+            states = {**states, "block_tables": full, "ring_tables": rings}
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -130,7 +135,7 @@ class PagedCache:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
         assert self.slow is None, "what lies in the host's memory is never copied"
-        states, tokens_seen = self.fields.read_row(row), int(self.tokens_seen[row])
+        states, tokens_seen = self.read_row(row), int(self.tokens_seen[row])
         width = -(-int(states["lengths"].max()) // self.block_size)
         states["block_tables"] = states["block_tables"][..., :width].clone()
         if moves:
@@ -138,6 +143,16 @@ class PagedCache:
         else:
             states["block_tables"] = self._share(states["block_tables"], states["lengths"])
         return Snapshot(tokens_seen, states)
+
+    def read_row(self, row: int) -> dict[str, Tensor]:
+        """Copy a sequence's fields, [layers, ...] each; "block_tables" are those of all layers in one."""
+        states = self.fields.read_row(row)
+        return {**states, "block_tables": self._joined(states["block_tables"], states.pop("ring_tables"))}
+
+    def _joined(self, tables: Tensor, rings: Tensor) -> Tensor:
+        """Join tables of layers without a window, [L, H, M], and of those with one: [layers, H, the larger M]."""
+        width = max(tables.shape[-1], rings.shape[-1])
+        return torch.cat([pad(part, (0, width - part.shape[-1])) for part in (tables, rings)]) if len(rings) else tables
 
     def drop(self, snapshot: Snapshot) -> None:
         """Let go of a snapshot's blocks."""
@@ -202,7 +217,8 @@ class PagedCache:
         self.free.note(0, torch.arange(len(self.tokens_seen)))
 
     def _owned_blocks(self, row: int) -> Tensor:
-        return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
+        tables = self._joined(self.fields["block_tables"][:, row], self.fields["ring_tables"][:, row])
+        return self._blocks_of(tables, self.all_lengths[:, row])
 
     def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
         return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
@@ -215,7 +231,7 @@ class PagedCache:
 
     def _view(self, index: int) -> LayerCache:
         fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
-        apart = of_policy | {field.name for field in self.layout.state_fields}
+        apart = of_policy | {field.name for field in self.layout.state_fields} | {"ring_tables"}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
@@ -233,6 +249,8 @@ class PagedCache:
 
     def _of_layer(self, name: str, index: int) -> Tensor:
         """Return a layer's part of a row's field; layers with a window have nothing to remember beside their pages."""
+        if name == "block_tables" and index >= self.layout.num_layers:
+            return self.fields["ring_tables"][index - self.layout.num_layers]
         states = self.fields[name]
         return states[index] if index < len(states) else states.new_empty(0)
 
@@ -277,9 +295,8 @@ class PagedCache:
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
-        if not self.layout.num_layers:
-            length = min(length, max(self.layout.rings))
-        return self.free.left_after(rows, 1) >= 0 and length <= self.block_tables.shape[-1] * self.block_size
+        has_room = not self.layout.num_layers or length <= self.block_tables.shape[-1] * self.block_size
+        return self.free.left_after(rows, 1) >= 0 and has_room
 
     def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
@@ -300,9 +317,7 @@ class PagedCache:
                 self._grow_pool(missing)
                 self.free.count()
         self.free.fed_since[rows] += num_new
-        most_tokens = int((self.tokens_seen[rows] + num_new).max())
-        if not self.layout.num_layers:
-            most_tokens = min(most_tokens, max(self.layout.rings))
+        most_tokens = int((self.tokens_seen[rows] + num_new).max()) if self.layout.num_layers else 0
         self._widen_tables(-(-most_tokens // self.block_size))
 
     def _widen_tables(self, wanted: int) -> None:
@@ -356,7 +371,8 @@ class PagedCache:
         self._layers.clear()
         self.place += 1
         if self.scratch_row is not None:
-            self.fields["block_tables"][:, self.scratch_row, :, 0] = self.allocator.num_blocks
+            for name in ("block_tables", "ring_tables"):
+                self.fields[name][:, self.scratch_row, :, :1] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.

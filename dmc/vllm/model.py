@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 
 from dmc.kernels import choose_backend
 from dmc.models.build import fill_buffers, refuse_kernels
-from dmc.models.tensor_parallel import cut_weight, shard_model
+from dmc.models.tensor_parallel import shard_model
 from dmc.policies.layer_attention import CacheAttention
 from dmc.ranks import Ranks
 from dmc.runtime import model_view
@@ -65,16 +65,15 @@ class DMCForCausalLM(nn.Module):
         Returns:
             Names of the loaded parameters.
         """
-        vllm, model, rank = self._vllm_config, self.causal_lm, self._ranks
+        vllm, model = self._vllm_config, self.causal_lm
         device, dtype = torch.device(vllm.device_config.device_type), vllm.model_config.dtype
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         stored = {}
         for name, weight in weights:
-            if (how := self._cuts.get(name)) is not None:
-                weight = cut_weight(weight, how, rank)
-            stored[name] = weight.to(device, torch.float32 if any(module in name for module in exact) else dtype)
+            found = self._cuts[name].share(weight, self._ranks) if name in self._cuts else weight
+            stored[name] = found.to(device, torch.float32 if any(module in name for module in exact) else dtype)
         model.load_state_dict(stored, strict=False, assign=True)
         model.tie_weights()
         fill_buffers(model, device)

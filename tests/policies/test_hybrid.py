@@ -11,6 +11,8 @@ from runtime.test_windows import FAMILIES, FULL, SLIDING, hybrid, own_tokens, te
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
+from dmc.policies.base import Entries
+from dmc.policies.expected_attention import Moments
 
 TOLERANCE = 1e-4
 ROTATING = ("StreamingLLM, rerotate", "ExpectedAttention")
@@ -97,3 +99,24 @@ def test_policies_that_turn_keys_refuse_full_layers_without_rotation(family, met
 def test_a_model_whose_layers_all_have_a_window_takes_no_policy():
     with pytest.raises(ValueError, match="all layers of this mistral model have a window"):
         Engine(hybrid("mistral"), policy=POLICIES["H2O"])
+
+
+def test_expected_attention_counts_the_sinks_of_the_model():
+    policy = policies.ExpectedAttention(budget=Budget(tokens=4), sinks=1, future=1, covariance=False)
+    keys, values, mean = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    mean, sinks = mean[0, :, :2].flatten(0, 1), torch.tensor([-1.0, 0.5, 1.0, 2.0])
+    entries = Entries(
+        layer_index=0, num_layers=1, lengths=torch.full((1, 2), 6), num_entries=6, tokens_seen=torch.tensor([6]),
+        memory=torch.empty(0), read_positions=lambda: torch.arange(6).int().expand(1, 2, 6), read_sums=dict,
+        read_keys=lambda: keys, read_values=lambda: values, rotate=lambda states, _: states,
+        nominal=torch.tensor([4]), gathered=Moments(5, mean, torch.zeros(4, 8, 8)), attention_sinks=sinks,
+    )  # fmt: skip
+    found = policy.observe(entries, 4)[0]
+    for head in range(2):
+        assert found[head, 0] == torch.inf
+        weights = torch.zeros(5)
+        for query in (2 * head, 2 * head + 1):
+            raised = (keys[0, head, 1:] @ mean[query]).exp()
+            weights += raised / (raised.sum() + sinks[query].exp()) / 2
+        expected = (weights + policy.epsilon) * values[0, head, 1:].norm(dim=-1)
+        torch.testing.assert_close(found[head, 1:], expected)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.test_laws import layers_of, of
+from runtime.test_laws import TOLERANCE, layers_of, of
 from runtime.test_prefix_cache import count_fed
+from runtime.test_recurrent import recurrent
 from runtime.test_windows import hybrid
 from safetensors.torch import load_file, save_file
 
@@ -33,7 +34,7 @@ TURNS = (9, 3, 40)
 
 def assert_alike(one, other):
     assert one.token_ids == other.token_ids
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
     assert torch.equal(one.stats.slots, other.stats.slots)
     assert one.stats.tokens_seen == other.stats.tokens_seen
     torch.testing.assert_close(one.stats.mean_slots, other.stats.mean_slots)
@@ -88,9 +89,10 @@ def test_a_loaded_session_goes_on_as_the_one_that_was_saved(
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8", "prefix_cache": True}], ids=str)
-@pytest.mark.parametrize(("family", "window"), [("gemma3_text", 24), ("gpt_oss", 24), ("mistral", 200)])
-def test_layers_with_a_window_are_carried(family, window, options, make_prompts, tmp_path):
-    check_carried(lambda: hybrid(family, window), None, options, make_prompts(80, 5, *TURNS), tmp_path / "cache")
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral", "qwen3_next"])
+def test_layers_with_a_window_and_without_attention_are_carried(family, options, make_prompts, tmp_path):
+    build = recurrent if family == "qwen3_next" else hybrid
+    check_carried(lambda: build(family), None, options, make_prompts(80, 5, *TURNS), tmp_path / "cache")
 
 
 def saved(engine, context, folder, **options):

@@ -113,8 +113,8 @@ def delayed_masked_attention(
             "for a drop gate, which would drop the query's own token: raise delay."
         )
     recent = (recent_key, recent_value) if delay else (None, None)
-    form = scaling, delay, keep_top
-    return _attend(query, stream_key, stream_value, log_keep, *recent, hidden, documents, *form, sinks=sinks)
+    given = (query, stream_key, stream_value, log_keep, *recent, hidden, documents)
+    return _attend(*given, scaling, delay, keep_top, sinks=sinks)
 
 
 def causal_attention(

@@ -79,8 +79,9 @@ def survivors(session: Session, tokens: list[int]) -> Tensor | None:
     engine = session.engine
     if decides(engine):
         return held_tokens(session, len(tokens), decisions_of(engine.model, tokens))
-    evicts = engine.policy is not None and not isinstance(engine.policy, ReadingPolicy)
-    if evicts and "position" not in engine.cache.fields:
+    if isinstance(engine.policy, ReadingPolicy):
+        return torch.ones(*session.core.cache.slots(0).shape, len(tokens), dtype=torch.bool)
+    if engine.policy is not None and "position" not in engine.cache.fields:
         return None
     return held_tokens(session, len(tokens))
 
@@ -98,7 +99,7 @@ def held_tokens(session: Session, length: int, decisions: Tensor | None = None) 
         return torch.cat((~decisions[..., :waiting], torch.ones_like(decisions[..., waiting:])), dim=-1)
     layout = session.engine.cache.layout
     held = torch.zeros(layout.num_layers, layout.num_kv_heads * layout.ranks.size, length, dtype=torch.bool)
-    if session.engine.policy is None or isinstance(session.engine.policy, ReadingPolicy):
+    if session.engine.policy is None:
         return ~held
     for layer, heads in enumerate(session.positions_held()):
         for head, positions in enumerate(heads):

@@ -96,7 +96,7 @@ REFUSED = [
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
     (
         {"base.shape.model_type": "gpt2"},
-        "gpt2 cannot be retrofitted: nothing is known of c_attn, c_proj in its attention",
+        "layer 0 of this gpt2 model cannot be retrofitted: nothing is known of c_attn, c_proj in its attention",
     ),
     (
         {"base.shape.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
