@@ -53,8 +53,9 @@ def one_process(monkeypatch):
 
 def engine_args(folder, **changes):
     options = {
-        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 272, "max_num_batched_tokens": 64,
-        "max_num_seqs": 4, "kv_cache_memory_bytes": CACHE_BYTES, "worker_cls": "cpu_vllm.Worker",
+        "skip_tokenizer_init": True, "block_size": 16, "dtype": "float32", "max_model_len": 272,
+        "max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": CACHE_BYTES,
+        "worker_cls": "cpu_vllm.Worker",
     }  # fmt: skip
     return EngineArgs(model=str(folder), **{**options, **changes})
 
