@@ -33,7 +33,7 @@ class WorkerCache:
 
     def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int) -> None:
         self.layout, self.block_size, self._device = layout, block_size, layout.device
-        fields = [field for field in layout.fields if field.per == "row"]
+        fields = [field for field in layout.fields if field.per == "row" and field.num_layers != 0]
         self.fields = FieldStore(fields, layout.num_layers, max_sequences, 0, block_size, layout.device)
         self._free_rows = list(range(max_sequences))[::-1]
         self._rows: dict[str, int] = {}
