@@ -1,8 +1,6 @@
 """Stock vLLM on a CPU, from its engine to its input batch: the tokens of exported folders equal those of `Engine`."""
 
 import gc
-import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +24,15 @@ from dmc.vllm.attention import LAYER_NAME
 from dmc.vllm.worker_cache import WorkerCache
 
 VARIANTS = {
-    "merge": ("llama", {}, 16),
-    "exact merge with delay": ("llama", {"window_size": None, "delay": 3}, 32),
-    "drop with delay": ("qwen3", {"action": "drop", "delay": 5}, 16),
-    "merge by hidden gates": ("qwen3", {"gate_input": "hidden", "delay": 2}, 16),
+    "merge": ("llama", {}),
+    "exact merge with delay": ("llama", {"window_size": None, "delay": 3}),
+    "drop with delay": ("qwen3", {"action": "drop", "delay": 5}),
+    "merge by hidden gates": ("qwen3", {"gate_input": "hidden", "delay": 2}),
     "drop of the token before by hidden gates": (
-        "llama", {"action": "drop", "delay": 4, "gate_input": "hidden", "decided_token": "previous"}, 16
+        "llama", {"action": "drop", "delay": 4, "gate_input": "hidden", "decided_token": "previous"}
     ),
 }  # fmt: skip
-"""Family, gates, and slots of a block of vLLM's."""
+"""Family and gates."""
 LENGTHS, NUM_NEW = (5, 130, 33, 1, 70, 200, 18), 64
 CACHE_BYTES = 18 * 4 * 16 * 2 * 16 * 4  # blocks of 16 slots, heads of all layers, keys and values, channels, float32
 ARRIVALS = {0: [1, 5], 3: [2, 4], 5: [0, 3], 30: [6]}
@@ -81,11 +79,11 @@ def worker_cache(engine):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make_prompts, tmp_path, monkeypatch):
-    family, gates, block_size = VARIANTS[name]
+    family, gates = VARIANTS[name]
     model, prompts = make_compressed(family, gates=gates), make_prompts(*LENGTHS)
     model.save_pretrained(tmp_path)
     generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0))
-    engine = LLMEngine.from_engine_args(engine_args(tmp_path, block_size=block_size))
+    engine = LLMEngine.from_engine_args(engine_args(tmp_path))
     cache, started = worker_cache(engine), []
     monkeypatch.setattr(
         cache, "begin_step", lambda *told: started.extend(told[1]) or WorkerCache.begin_step(cache, *told)
@@ -101,21 +99,6 @@ def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make
     with set_forward_context(None, engine.vllm_config):  # as vLLM measures a step's memory
         hidden = engine.model_executor.driver_worker.get_model()(torch.arange(5), torch.arange(5))
     assert hidden.shape == (5, model.config.hidden_size) and int(cache.num_free) == len(cache.key_pages)
-
-
-def test_two_tensor_parallel_workers_give_the_engines_tokens(make_compressed, make_prompts, tmp_path, monkeypatch):
-    """Each has one of two KV heads, whose lengths differ; the scheduler counts the one that holds more."""
-    settings = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for name, value in {**settings, "PYTHONPATH": os.pathsep.join(sys.path)}.items():
-        monkeypatch.setenv(name, value)
-    model, prompts = make_compressed(gates={"delay": 3}), make_prompts(*LENGTHS)
-    model.save_pretrained(tmp_path)
-    generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0))
-    several = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    engine = LLMEngine.from_engine_args(engine_args(tmp_path, kv_cache_memory_bytes=CACHE_BYTES // 2, **several))
-    found = run(engine, prompts)
-    engine.model_executor.shutdown()
-    assert found == [generation.token_ids for generation in generations]
 
 
 def test_settings_that_are_not_served_are_refused(make_compressed, tmp_path):
