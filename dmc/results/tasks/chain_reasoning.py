@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import StrictInt
+from pydantic import Field, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.data import Problem, answer_of, draw_problem
@@ -54,10 +54,14 @@ class ChainReasoning(VotingOptions):
     """Whether problems are written in forms that occur in training."""
     split: Split = "test"
     """Split of the problems; choices are made on `validation`."""
+    max_new_tokens: Count = 256
+    """Tokens of a chain at the most: one that has not come to an answer by then has none."""
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.0
+    """Of the sampling; 0 is greedy, for one chain."""
     seed: StrictInt = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_temperature(self.temperature)
         for size in self.nodes:
             if not 2 <= size <= len(NAMES):
                 raise ValueError(f"nodes={list(self.nodes)}: expected numbers from 2 to {len(NAMES)}")

@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, Literal
-
-from pydantic import Field, StrictFloat
+from typing import Literal
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.policies.reading import ReadingPolicy
@@ -19,24 +17,17 @@ Vote = Literal["majority", "first"]
 
 @checked_dataclass(frozen=True, kw_only=True)
 class VotingOptions:
-    """How many chains a problem gets, and which of their answers counts.
-
-    Raises:
-        ValueError: a value is out of range, or several chains would be the same.
-    """
+    """How many chains a problem gets, and which of their answers counts."""
 
     chains: Count = 1
     """Number of continuations of a prompt, which is computed once; they run at the same time."""
     vote: Vote = "majority"
     """majority: the most frequent answer, of equally frequent ones that of the earliest chain; first: the answer of the
     chain that needs the fewest tokens, so that the others could stop. Chains without an answer do not vote."""
-    max_new_tokens: Count = 256
-    """Tokens of a chain at the most: one that has not come to an answer by then has none."""
-    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.0
-    """Of the sampling; 0 is greedy, for one chain."""
 
-    def __post_init__(self) -> None:
-        if self.chains > 1 and self.temperature == 0:
+    def check_temperature(self, temperature: float) -> None:
+        """Raise ValueError if several chains would be the same."""
+        if self.chains > 1 and temperature == 0:
             raise ValueError(f"chains={self.chains}, temperature=0: greedy chains are the same; use a higher one")
 
 
