@@ -30,18 +30,24 @@ def check_solution(prompt, solution):
     stack, came_before = [], set()
     *lines, last = solution.split("\n")
     for line in lines:
-        node, parent, total, listed = re.fullmatch(r"(\w)<([\w.])(\d\d)((?:\+\w)*)", line).groups()
+        node, parent, total, done, listed, end = re.fullmatch(
+            r"(\w)<([\w.])(\d\d)(-\w\d)?((?:[a-zA-Z]{2}\d)*)(\w)", line
+        ).groups()
+        assert end == node
         assert parent == (edges[node][0] if node in edges else ".")
         assert int(total) == path_sum(edges, node) != target
-        listed = listed.split("+")[1:]
+        items = re.findall("...", listed)
+        listed = [item[1] for item in items]
+        assert items == [f"{node}{child}{edges[child][1]}" for child in listed]
         if node not in came_before:
+            assert done is None
             came_before.add(node)
             assert sorted(listed) == sorted(child for child in edges if edges[child][0] == node)
             assert node == root if not stack else node == stack[-1][1][0]
             stack.append((node, listed))
         else:
             finished, nothing = stack.pop()
-            assert not nothing and edges[finished][0] == node
+            assert not nothing and edges[finished][0] == node and done == f"-{finished}{edges[finished][1]}"
             assert (before := stack.pop())[0] == node and before[1] == [finished, *listed]
             stack.append((node, listed))
     node, parent, total, answer = re.fullmatch(r"(\w)<([\w.])(\d\d)=(\w)", last).groups()
