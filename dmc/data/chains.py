@@ -101,6 +101,12 @@ class Problem:
             node = left[node].pop(0) if left[node] else self.parents[node]
         return "\n".join([*lines, f"{self._line(node)}={self.names[node]}"])
 
+    def repeat(self, draw: np.random.Generator) -> str:
+        """Write the edges again, in their order and then in two others: a lesson in finding what a node leads to."""
+        edges = re.findall("[a-zA-Z]{2}[0-9].", self.prompt)
+        orders = [np.arange(len(edges)), *(draw.permutation(len(edges)) for _ in range(2))]
+        return "".join(edges[index] for order in orders for index in order)
+
     def is_right(self, answer: str | None) -> bool:
         """Return whether an answer names a node whose path sums up to the target."""
         if answer is None or answer not in self.names:
@@ -182,6 +188,8 @@ class ChainSource(DocumentSource):
     """Nodes of the smallest problem."""
     largest: int = 46
     """Nodes of the largest problem."""
+    lesson: bool = False
+    """Whether the edges are repeated instead of a solution, see `Problem.repeat`."""
     seed: int = 0
     weight: float = 1.0
 
@@ -204,7 +212,7 @@ class ChainSource(DocumentSource):
     @property
     def label(self) -> str:
         """For messages and file names."""
-        return f"chains:{self.split}"
+        return f"chains:{self.split}{':lesson' if self.lesson else ''}"
 
     @property
     def has_loss_mask(self) -> bool:
@@ -217,7 +225,7 @@ class ChainSource(DocumentSource):
     def description(self) -> dict[str, Any]:
         """Return the settings, and a hash of the first problems, which follows the code that writes them."""
         first = "".join(text for problem in _pairs(self, range(0, min(self.problems, 8))) for text in problem)
-        options = {name: getattr(self, name) for name in ("split", "problems", "smallest", "largest", "seed")}
+        options = {name: getattr(self, name) for name in ("split", "problems", "smallest", "largest", "lesson", "seed")}
         return {"chains": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
 
     def num_bytes(self) -> int:
@@ -245,4 +253,4 @@ def _pairs(source: ChainSource, numbers: range) -> Iterator[tuple[str, str]]:
     for number in numbers:
         draw = np.random.default_rng([source.seed, split, number])
         problem = draw_problem(int(draw.choice(source.sizes)), draw, source.split)
-        yield problem.prompt, problem.solve(draw)
+        yield problem.prompt, problem.repeat(draw) if source.lesson else problem.solve(draw)

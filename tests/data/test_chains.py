@@ -124,6 +124,16 @@ def test_a_source_is_a_function_of_its_settings_and_can_be_read_in_parts():
     assert not any(list(other.read(other.stream())) == pairs for other in others)
 
 
+def test_a_lesson_repeats_the_edges_in_their_order_and_in_two_others():
+    source = ChainSource(problems=20, lesson=True, smallest=9, largest=16)
+    for prompt, repeated in source.read(source.stream()):
+        edges = re.findall(r"[a-zA-Z]{2}\d[^a-zA-Z\d]", prompt)
+        parts = re.findall("....", repeated)
+        thirds = [parts[begin : begin + len(edges)] for begin in range(0, len(parts), len(edges))]
+        assert thirds[0] == edges and all(sorted(third) == sorted(edges) for third in thirds) and len(thirds) == 3
+        assert edges != thirds[1] != thirds[2]
+
+
 def test_every_letter_is_a_token_and_only_solutions_are_trained_on(tmp_path):
     source = ChainSource(problems=40, largest=12)
     tokenizer = train_tokenizer(source.documents(), 257, tmp_path / "tokenizer")
