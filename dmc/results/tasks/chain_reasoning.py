@@ -74,10 +74,10 @@ class ChainReasoning(VotingOptions):
             for number in range(self.problems):
                 draw = np.random.default_rng([self.seed, size, number])
                 problem = draw_problem(size, draw, self.split, self.forms)
-                *prompt, last = [*encoder.begin, *encoder.encode(problem.prompt)]
+                tokens = [*encoder.begin, *encoder.encode(problem.prompt)]
                 answer = encoder.encode(problem.names[problem.goal])
-                sample = ProblemSample(prompt, answer, {"nodes": size}, [last], len(samples), problem=problem)
-                samples.append(sample)
+                place = {"nodes": float(size)}
+                samples.append(ProblemSample(tokens[:-1], answer, place, tokens[-1:], len(samples), problem=problem))
         return samples
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
