@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,6 +23,19 @@ def check_ratio(ratio: float, name: str = "ratio") -> float:
 def achieved_ratio(tokens_seen: int, num_layers: int, num_kv_heads: int, total_slots: float) -> float:
     """Return the ratio of a cache that holds `total_slots` entries over all layers and KV heads for `tokens_seen`."""
     return tokens_seen * num_layers * num_kv_heads / max(total_slots, 1e-9)
+
+
+def sequence_ratio(ratio: float, num_tokens: int, windows: Sequence[int | None]) -> float:
+    """Return the ratio of all keys and values of a sequence, of which some layers keep no more than their windows.
+
+    Args:
+        ratio: of the layers without a window.
+        num_tokens: tokens seen.
+        windows: of each layer the most tokens it keeps; None: all of them, or as few as `ratio` says.
+    """
+    kept = sum(min(num_tokens, window) for window in windows if window is not None)
+    of_full = num_tokens * windows.count(None)
+    return (of_full + kept) / (of_full / check_ratio(ratio) + kept)
 
 
 ROUNDING = 1e-9

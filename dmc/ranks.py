@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 _POLL_SECONDS = 0.05
 _FAILURE_SECONDS = 10.0
@@ -231,3 +232,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 ALONE = Ranks()
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """Return this rank's part of a weight that tensor parallel ranks divide, or have alike and use each in its own way.
+
+    The gradients of the latter add up. Any other tensor is returned as it is.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    placements = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=placements)

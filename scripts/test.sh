@@ -6,4 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
 setup_environment train,slurm,deepspeed,eval,serve,ray,dev
+setup_vllm
 exec .venv/bin/python -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=worksteal "$@"

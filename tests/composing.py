@@ -1,9 +1,9 @@
 """The repository's configurations, composed as the scripts compose them."""
 
 import copy
-import re
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 
 from dmc.config.command_line import plain_values
@@ -25,17 +25,17 @@ def composed(*overrides):
 
 
 def on_gpus():
-    """Return the experiments that say for which GPUs they are planned: their name, and what the plan then assumes.
+    """Return the experiments that set for which GPUs they are planned: their name, and what the plan then is for.
 
     That is the overrides of the devices, and the planner's device and its memory in GiB.
     """
     found = {}
     for name in names("experiment"):
-        header = re.search(r"As planned for (.*) with (\d+) GB;", (CONFIGS / "experiment" / f"{name}.yaml").read_text())
-        if header is not None:
-            machine, memory = header[1], float(header[2])
-            devices = [] if machine.startswith("one RTX") else ["trainer.devices=8"]
-            found[name] = devices, {"device": re.search("H100|RTX 4090", machine)[0], "device_memory_gib": memory}
+        values = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text())
+        if (planner := values.get("planner")) is not None:
+            devices = [] if {"override /trainer": "gpu"} in values["defaults"] else ["trainer.devices=8"]
+            assumed = {"device": planner["assumed_device"], "device_memory_gib": planner["assumed_memory_gib"]}
+            found[name] = devices, assumed
     return found
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from serving import serve_folders
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmc.models import retrofit
+from dmc.models import load_model, retrofit
 from dmc.models.attention import Documents
 from dmc.models.build import assemble
 from dmc.ranks import Ranks
@@ -97,7 +98,8 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
             strategy.make_mesh("cpu")
-        model = _with_strong_gates(fresh_model(config, 300, seed=0), config)
+        base = fresh_model(config, 300, seed=0) if config.model is None else load_model(config.model)
+        model = _with_strong_gates(base, config)
         module = RetrofitModule(
             model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
         )
@@ -119,6 +121,12 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
             found[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else ranks.all_reduce(gradient, "avg")
         if rank == 0:
             torch.save(found, out / f"{name}.pt")
+
+
+def serve_and_differentiate(rank: int, served: tuple[Any, ...], trained: tuple[Any, ...]) -> None:
+    """Call `serve_folders`, then `write_gradients`, in one start of the ranks."""
+    serve_folders(*served)
+    write_gradients(rank, *trained)
 
 
 def _with_strong_gates(model: Any, config: RunConfig) -> Any:

@@ -40,6 +40,16 @@ def serve_shard(
     torch.distributed.destroy_process_group()
 
 
+def serve_folders(folders: list[Path], prompts: list[list[int]], params: list[SamplingParams], out: Path) -> None:
+    """Answer with this rank's part of each model, and write the reports, by the folders' names, from the first rank."""
+    found = {}
+    for folder in folders:
+        engine = Engine(load_shard(folder), max_batch_size=len(prompts))
+        found[folder.name] = report(engine, engine.generate(prompts, params))
+    if torch.distributed.get_rank() == 0:
+        out.write_text(json.dumps(found))
+
+
 def serve_one_by_one(rank: int, folder: Path, prompts: list[list[int]], out: Path) -> None:
     """Answer one prompt after the other, and write how large the pool has become and what prefixes hold of it."""
     engine = Engine(load_shard(folder), max_batch_size=2, prefix_cache=True)
@@ -85,5 +95,26 @@ def replay_shard(
         engine = record.engine = Engine(model, max_batch_size=4, kernels="reference", cuda_graphs=True)
         found = report(engine, engine.generate(prompts, params))
     found["num_replayed"] = record.num_replayed
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def carry_shard(rank: int, folder: Path, cache: Path, texts: list[list[int]], out: Path) -> None:
+    """Save a session's cache on each rank, damage one rank's, and go on from it once it is whole again."""
+    model, (context, question) = load_shard(folder), texts
+    greedy, engines = SamplingParams(max_new_tokens=12, temperature=0), (Engine(model), Engine(model))
+    with engines[0].session() as session:
+        session.feed(context)
+        engines[0].save(session, cache)
+        expected = session.generate(question, greedy)
+    mine = cache / f"rank-{rank}-of-2" / "cache.safetensors"
+    whole = mine.read_bytes()
+    mine.write_bytes(whole[: -rank or None])
+    with pytest.raises(ValueError, match="is damaged") as refusal:  # of the second rank's, on both
+        engines[1].load(cache)
+    mine.write_bytes(whole)
+    with engines[1].load(cache) as session:
+        tokens = session.generate(question, greedy).token_ids
+    found = [expected.token_ids, tokens, str(refusal.value), engines[1].blocks_in_use]
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -15,6 +15,7 @@ LITTLE = {
     "policies": "--kv_heads 2 --decode 1,64 --prefill --decode_rounds 1",
     "prefill": "--prompt_length 16",
     "host_step": "--sequences 2 --rounds 3",
+    "carried_cache": "--prompt_length 16 --rounds 1 --layers 1",
 }
 
 

@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dmc.budget import sequence_ratio
 from dmc.compression import CompressionConfig
+from dmc.compression.full_attention import layer_windows
 from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dataclass
 from dmc.models import retrofit
 from dmc.models.weights import read_model_config
@@ -54,4 +56,9 @@ def print_capacity(config: CapacityConfig) -> None:
     print("|---|---|---|---|")
     for row in rows:
         print(f"| {row.ratio:g} | {row.request_bytes / 2**20:,.1f} | {row.requests:,} | {row.longest:,} |")
+    windows, full = layer_windows(model_config), layer_windows(model_config).count(None)
+    if full < len(windows):
+        of_all = (f"{sequence_ratio(ratio, config.context, windows):.2f} at CR {ratio:g}" for ratio in config.ratios)
+        print(f"\nCR is that of {full} of {len(windows)} layers, which attend to all tokens.", end=" ")
+        print(f"Of all keys and values of {config.context:,} tokens it is {', '.join(of_all)}.")
     print("\nEvery head is taken to hold as much; heads that differ need up to half a block more.")

@@ -9,6 +9,7 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -217,6 +218,10 @@ class GateTrace:
         return self.ranks.all_gather(torch.stack([of_layers[index] for index in sorted(of_layers)]), dim=2)
 
 
+RunRecurrent = Callable[[Tensor, Any], Tensor]
+"""Forward of a layer without attention: from hidden states, [S, n, hidden], and states of S sequences; as long."""
+
+
 class CompressedCache(Protocol):
     """Interface of a cache to the attention layers: the runtime implements it, the models call it."""
 
@@ -263,5 +268,20 @@ class CompressedCache(Protocol):
             sinks: see `attend`.
         Returns:
             Attention output [B, H_q, T, D].
+        """
+        ...
+
+    def run_recurrent(
+        self, layer_index: int, run: RunRecurrent, hidden_states: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Run a layer without attention on new tokens, from the states of their sequences, which it moves on.
+
+        Args:
+            layer_index: index of the layer.
+            run: its own forward.
+            hidden_states: its input, [B, T, hidden].
+            attention_mask: see `attend`.
+        Returns:
+            Its output, [B, T, hidden].
         """
         ...

@@ -1,4 +1,4 @@
-"""Checks that a model uses causal attention, full or to a window, with RoPE angles that depend on positions alone."""
+"""Checks that a model's layers are of known kinds, and that angles of RoPE depend on positions alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ POSITION_FREE_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose angles do not depend on the sequence's length."""
 REACH = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see only the last tokens, and the configuration field with the size."""
+RECURRENT = "linear_attention"
+"""Kind of a layer without attention: a gated delta net (arXiv:2412.06464), which keeps a state of fixed size."""
+RECURRENT_SIZES = (
+    "linear_conv_kernel_dim", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads",
+    "linear_value_head_dim",
+)  # fmt: skip
+"""Configuration fields with the sizes of a gated delta net's states; other layers of this kind have other states."""
 OTHER_MATHS = {
     "attn_logit_softcapping": "caps attention scores",
     "kv_lora_rank": "keeps one latent vector instead of keys and values (MLA)",
@@ -45,13 +52,16 @@ def refuse_other_attention(config: Any) -> None:
     for name, meaning in OTHER_MATHS.items():
         if getattr(config, name, None) is not None:
             raise NotImplementedError(
-                f"{name}={getattr(config, name)} of {model} {meaning}, which a cache of keys and values does not "
-                f"follow; expected a model without"
+                f"layer 0 of {model} has {name}={getattr(config, name)} and {meaning}, which a cache of keys and "
+                "values does not follow; expected a model without"
             )
     for index, kind in enumerate(_layer_kinds(config)):
+        if kind == RECURRENT and all(isinstance(getattr(config, size, None), int) for size in RECURRENT_SIZES):
+            continue
         if kind != "full_attention" and kind not in REACH:
             raise NotImplementedError(
-                f"layer {index} of {model} is {kind}: expected full_attention or sliding_attention in every layer"
+                f"layer {index} of {model} is {kind}: expected full_attention, sliding_attention or a gated delta net "
+                "(linear_attention with linear_num_value_heads) in every layer"
             )
         if kind == "chunked_attention" and (reach := _reach(config, kind)) is not None:
             raise NotImplementedError(
@@ -63,24 +73,29 @@ def refuse_other_attention(config: Any) -> None:
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         if (rope_type := rope.get("rope_type", "default")) not in POSITION_FREE_ROPE:
             raise NotImplementedError(
-                f"rope_type={rope_type!r} changes its angles as the sequence grows, which cached entries cannot "
-                f"follow; expected one of {', '.join(POSITION_FREE_ROPE)}"
+                f"layer 0 of {model} rotates by RoPE whose rope_type={rope_type!r} changes its angles as the sequence "
+                f"grows, which cached entries cannot follow; expected one of {', '.join(POSITION_FREE_ROPE)}"
             )
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return how many last tokens each layer of a model sees; None: all, as a window of its whole context does."""
-    return tuple(_reach(config, kind) for kind in _layer_kinds(config))
+    """Return how many last tokens each layer of a model keeps.
+
+    None: all, as a window of its whole context does; 0: none, as it has no attention.
+    """
+    return tuple(0 if kind == RECURRENT else _reach(config, kind) for kind in _layer_kinds(config))
 
 
 def refuse_windows_alone(config: Any) -> None:
-    """Raise a NotImplementedError if every layer of a model has a window smaller than its context."""
+    """Raise a NotImplementedError if no layer of a model attends to its whole context."""
     windows = layer_windows(config)
     if None not in windows:
+        has = (
+            f"a sliding window of {windows[0]} tokens, its context is {context_length(config)}, and all layers have one"
+        )
         raise NotImplementedError(
-            f"layer 0 of this {config.model_type} model has a sliding window of {windows[0]} tokens, its context is "
-            f"{context_length(config)}, and all layers have one: expected a layer with full attention, whose cache "
-            "grows with the text and can be compressed"
+            f"layer 0 of this {config.model_type} model has {has if windows[0] else 'no attention, nor have others'}: "
+            "expected a layer with full attention, whose cache grows with the text and can be compressed"
         )
 
 

@@ -262,6 +262,14 @@ class ForwardBatch:
         members = ([i for i, new in enumerate(self.num_new) if (new > 1) is several] for several in (False, True))
         return [self._with_tables(part_members) for part_members in members]
 
+    @cached_property
+    def by_equal_count(self) -> list[tuple[ForwardBatch, Tensor | slice]]:
+        """Split into sequences of equally many new tokens, as `by_phase`."""
+        counts = list(dict.fromkeys(self.num_new))
+        if len(counts) == 1:
+            return [(self, slice(None))]
+        return [self.part([i for i, new in enumerate(self.num_new) if new == count]) for count in counts]
+
     def _with_tables(self, members: list[int]) -> tuple[ForwardBatch, Tensor | slice]:
         part, where = self.part(members)
         if self.rotary is not None:

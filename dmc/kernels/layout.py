@@ -73,10 +73,14 @@ class CacheLayout:
     page_dtype: torch.dtype | None = None
     """Of keys and values in pages: int8, each with a float32 scale; None: `dtype`."""
     windows: tuple[int | None, ...] = ()
-    """Window of each layer of the model: it sees, and keeps, that many last tokens; None: all. Empty: no layer has one.
+    """Window of each layer of the model: it sees, and keeps, that many last tokens; None: all; 0: none, it has no
+    attention. Empty: all layers keep all.
 
-    The cache counts layers without a window first, then those with one: the position p is in slot p % window there.
+    The cache counts layers without a window first, then those with one, where the position p is in slot p % window,
+    then those without attention.
     """
+    state_fields: tuple[Field, ...] = ()
+    """What layers without attention keep of each sequence, in the order of these layers."""
 
     def stored_as(self, kv_cache_dtype: str) -> CacheLayout:
         """Return the layout with pages of one of `KV_CACHE_DTYPES`.
@@ -92,17 +96,36 @@ class CacheLayout:
     @cached_property
     def rings(self) -> tuple[int, ...]:
         """Windows of the layers that have one."""
-        return tuple(window for window in self.windows if window is not None)
+        return tuple(window for window in self.windows if window)
+
+    @property
+    def num_paged_layers(self) -> int:
+        """Number of layers that keep tokens, all of them or the last."""
+        return self.num_layers + len(self.rings)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes that layers without attention keep of one sequence, whatever its length."""
+        return sum(field.num_bytes(1) * (field.num_layers or 0) for field in self.state_fields)
+
+    def ring_blocks(self, block_size: int) -> int:
+        """Return the blocks of the largest ring, as wide as tables of rings are."""
+        return -(-max(self.rings, default=0) // block_size)
 
     @cached_property
     def places(self) -> list[int]:
         """Index in the cache of each layer of the model."""
-        full, ring = itertools.count(), itertools.count(self.num_layers)
-        return [next(full if window is None else ring) for window in self.windows or (None,) * self.num_layers]
+        full, ring, recurrent = map(itertools.count, (0, self.num_layers, self.num_paged_layers))
+        return [
+            next(full if window is None else ring if window else recurrent)
+            for window in self.windows or (None,) * self.num_layers
+        ]
 
     def window_of(self, place: int) -> int | None:
         """Return the window of a layer by its index in the cache."""
-        return None if place < self.num_layers else self.rings[place - self.num_layers]
+        if place < self.num_layers:
+            return None
+        return self.rings[place - self.num_layers] if place < self.num_paged_layers else 0
 
     def most_blocks(self, num_tokens: int, block_size: int, ratio: float = 1.0) -> int:
         """Return the blocks of a sequence whose layers without a window hold one entry for `ratio` tokens."""
@@ -128,8 +151,9 @@ class CacheLayout:
         ring = (*heads, size)
         fields = [
             *self._entry_fields,
-            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS), num_layers=len(self.places)),
-            Field("lengths", torch.int32, "row", heads, num_layers=len(self.places)),
+            Field("block_tables", torch.int32, "row", (*heads, FIRST_TABLE_BLOCKS)),
+            Field("ring_tables", torch.int32, "row", (*heads, 0), num_layers=len(self.rings)),
+            Field("lengths", torch.int32, "row", heads, num_layers=self.num_paged_layers),
             Field("history_key", self.dtype, "row", (*ring, dim)),
             Field("history_value", self.dtype, "row", (*ring, dim)),
             Field("history_decisions", torch.bool, "row", ring),
@@ -140,7 +164,7 @@ class CacheLayout:
                 Field("mean", torch.float32, "row", (*heads, 2 * dim)),
                 Field("weight", torch.float32, "row", heads),
             ]
-        return (*fields, *self.policy_fields)
+        return (*fields, *self.state_fields, *self.policy_fields)
 
     @property
     def _entry_fields(self) -> list[Field]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,10 +88,6 @@ def append_to_ring(cache: LayerCache, batch: ForwardBatch, tokens: NewTokens, wi
     Returns:
         Slots that the ring holds after each token, int32 [T, H].
     """
-    tables = cache.block_tables[
-        ..., : -(-window // cache.block_size)
-    ]  # no more is used: others are as wide as the text
-    cache = dataclasses.replace(cache, block_tables=tables)
     heads, positions, states = cache.lengths.shape[1], batch.positions, _as_stored(cache, tokens.key, tokens.value)
     length = (positions + 1).clamp_max(window)[:, None].expand(-1, heads)
     take_blocks(cache, batch.row_index, length[batch.last])

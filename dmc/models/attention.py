@@ -26,7 +26,7 @@ from dmc.compression.full_attention import rotates_full_layers
 from dmc.models.adapter import GateAdapter
 from dmc.models.masked_attention import Documents, causal_attention, delayed_masked_attention
 from dmc.models.rotation import Rotation
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE, Ranks, local_part
 
 THRESHOLDED = GateMode()
 
@@ -67,6 +67,8 @@ class CompressedAttentionMixin(nn.Module):
         norm = getattr(self, "q_norm", None)
         self.normalizes = norm is not None or hasattr(self, "query_layernorm")
         self.normalizes_together = norm is not None and norm.weight.shape[-1] != self.head_dim
+        queries = 0 if (projection := getattr(self, "q_proj", None)) is None else projection.weight.shape[0]
+        self.gates_output = queries == 2 * config.num_attention_heads * self.head_dim
         self.rotates = bool(getattr(self, "use_rope", True)) and rotates_full_layers(config)
 
     normalizes: bool
@@ -75,19 +77,24 @@ class CompressedAttentionMixin(nn.Module):
     """Whether one norm is over all heads together; else each head has its own."""
     rotates: bool
     """Whether queries and keys are rotated by their positions."""
+    gates_output: bool
+    """Whether W_q also gives each head a gate, D rows behind those of its query; its sigmoid scales the output."""
 
     def project(
         self, hidden_states: Tensor, rotated: int, multiplier: float | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Project [B, T, hidden] to query [B, H_q, T, D], key and value [B, H, T, D], before RoPE, and output gate.
 
         Args:
             hidden_states: input of the layer.
             rotated: channels of a head that RoPE turns; all are returned in the order by halves, see `Rotation`.
             multiplier: factor on the borrowed neuron, before the norms (eq. 13); None: 1.
             positions: of the tokens, [B or 1, T]; needed where queries are scaled by them.
+        Returns:
+            Query, key, value, and the output gate before its sigmoid, [B, T, H_q D], or None.
         """
-        query, key, value = (states.unflatten(-1, (-1, self.head_dim)) for states in self._projected(hidden_states))
+        *projected, output_gate = self._projected(hidden_states)
+        query, key, value = (states.unflatten(-1, (-1, self.head_dim)) for states in projected if states is not None)
         if multiplier is not None:
             place = self.compressor.config.neuron_index
             channel = self.rotation.channel(place, self.head_dim, rotated)
@@ -98,14 +105,18 @@ class CompressedAttentionMixin(nn.Module):
         query, key = self.rotation.by_halves(query, rotated), self.rotation.by_halves(key, rotated)
         if self._position_beta is not None:
             query = query * self._position_scale(positions).to(query.dtype)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), output_gate
 
-    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        if (fused := getattr(self, "qkv_proj", None)) is None:
-            return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        projected = fused(hidden_states)
-        of_keys = projected.shape[-1] // (self.num_key_value_groups + 2)
-        return projected.split((projected.shape[-1] - 2 * of_keys, of_keys, of_keys), -1)
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if (fused := getattr(self, "qkv_proj", None)) is not None:
+            projected = fused(hidden_states)
+            of_keys = projected.shape[-1] // (self.num_key_value_groups + 2)
+            query, key, value = projected.split((projected.shape[-1] - 2 * of_keys, of_keys, of_keys), -1)
+            return query, key, value, None
+        query, output_gate = self.q_proj(hidden_states), None
+        if self.gates_output:
+            query, output_gate = (part.flatten(-2) for part in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+        return query, self.k_proj(hidden_states), self.v_proj(hidden_states), output_gate
 
     def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize [B, T, heads, D]; of a norm behind RoPE all but its weights, which RoPE does not commute with."""
@@ -139,7 +150,9 @@ class CompressedAttentionMixin(nn.Module):
     @property
     def query_scale(self) -> Tensor | None:
         """Factor on rotated queries, [D], for the weights of both norms behind RoPE; None: there are none."""
-        return self.query_layernorm.weight * self.key_layernorm.weight if hasattr(self, "query_layernorm") else None
+        if not hasattr(self, "query_layernorm"):
+            return None
+        return local_part(self.query_layernorm.weight) * local_part(self.key_layernorm.weight)
 
     def rotate_query(self, query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate queries, [B, H_q, T, D]."""
@@ -186,18 +199,20 @@ class CompressedAttentionMixin(nn.Module):
         position_embeddings = self.rotation.whole(position_embeddings)
         rotated = position_embeddings[0].shape[-1]
         positions = None if position_ids is None else context_ranks.chunk(position_ids, 1)
-        projected = self.project(hidden_states, rotated, multiplier, positions)
+        *projected, output_gate = self.project(hidden_states, rotated, multiplier, positions)
         rotary = self.rotary_tables(position_embeddings, hidden_states.dtype)
-        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected)
+        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected if states is not None)
         adapted = None
         if self.gate_adapter is not None:
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
+        sinks = getattr(self, "sinks", None)
+        sinks = None if sinks is None else context_ranks.chunk(local_part(sinks), 0)
         if cache is not None:
             tokens = self.compressor.decide(query, key, value, adapted)
             tokens.rotates, tokens.query_scale = self.rotates, self.query_scale
-            attended = self.attend_cached(cache, tokens, padding_mask)
+            attended = self.attend_cached(cache, tokens, padding_mask, sinks)
         elif multiplier is not None:
-            attended = self.attend_plain(query, key, value, rotary, multiplier, documents)
+            attended = self.attend_plain(query, key, value, rotary, multiplier, documents, sinks)
             if adapted is not None:
                 attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         else:
@@ -206,25 +221,30 @@ class CompressedAttentionMixin(nn.Module):
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
-            attended = self.attend_parallel(gated, value, rotary, hidden, documents)
+            attended = self.attend_parallel(gated, value, rotary, hidden, documents, sinks)
         attended = context_ranks.all_to_all(attended, 2, 1)
         output = attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        if output_gate is not None:
+            output = output * output_gate.sigmoid()
         if hasattr(self, "attn_sub_norm"):
             output = self.attn_sub_norm(output)
         return self.o_proj(output), None
 
     @torch.compiler.disable
-    def attend_cached(self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None) -> Tensor:
+    def attend_cached(
+        self, cache: CompressedCache, tokens: DecidedTokens, padding_mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend through a cache; no part of compiled layers, so that all layers share their graphs.
 
         Args:
             cache: cache of the model.
             tokens: the new ones, with their decisions.
             padding_mask: True at real tokens, [B, past + T]; None: no padding.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
-        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask, getattr(self, "sinks", None))
+        return cache.attend(self.layer_idx, tokens, self.scaling, padding_mask, sinks)
 
     def attend_plain(
         self,
@@ -233,7 +253,8 @@ class CompressedAttentionMixin(nn.Module):
         value: Tensor,
         rotary: tuple[Tensor, Tensor],
         multiplier: float,
-        documents: Documents | None = None,
+        documents: Documents | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend causally, unpadded, the borrowed neuron scaled by `multiplier` after RoPE as before it (eq. 13).
 
@@ -244,6 +265,7 @@ class CompressedAttentionMixin(nn.Module):
             rotary: cos and sin, [B or 1, T, D].
             multiplier: in [0, 1].
             documents: bounds of documents; None: a sequence is one.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
@@ -251,7 +273,7 @@ class CompressedAttentionMixin(nn.Module):
         cos, sin = (table * scale for table in rotary)
         query, key = self.rotate_query(query, cos, sin), rotate(key, cos, sin)
         query = self.compressor.without_decision(query, key.shape[1], multiplier)
-        return causal_attention(query, key, value, self.scaling, documents, getattr(self, "sinks", None))
+        return causal_attention(query, key, value, self.scaling, documents, sinks)
 
     def attend_parallel(
         self,
@@ -260,6 +282,7 @@ class CompressedAttentionMixin(nn.Module):
         rotary: tuple[Tensor, Tensor],
         hidden: Tensor | None,
         documents: Documents | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible.
 
@@ -269,6 +292,7 @@ class CompressedAttentionMixin(nn.Module):
             rotary: cos and sin, [B or 1, T, D].
             hidden: True for keys that no query sees, [B, T]; None: there are none.
             documents: bounds of documents; None: a sequence is one.
+            sinks: of this rank's heads, [H_q]; None: there are none.
         Returns:
             [B, H_q, T, D].
         """
@@ -290,7 +314,7 @@ class CompressedAttentionMixin(nn.Module):
             keep_top=config.action == "merge",
             hidden=hidden,
             documents=documents,
-            sinks=getattr(self, "sinks", None),
+            sinks=sinks,
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dmc.compression import CompressionConfig
+from dmc.compression.full_attention import refuse_other_attention
 from dmc.models.families import FAMILIES
 from dmc.models.layer_check import check_layer, unknown_convention
 from dmc.models.modeling import CompressedCausalLM, check_gates
@@ -24,7 +25,10 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
         ValueError, NotImplementedError: the family is not supported; see `check_gates`.
     """
     if config.model_type.removeprefix("dmc_") not in FAMILIES:
-        raise ValueError(f"{config.model_type} cannot be retrofitted: {unknown_convention(config)}")
+        refuse_other_attention(config)
+        raise ValueError(
+            f"layer 0 of this {config.model_type} model cannot be retrofitted: {unknown_convention(config)}"
+        )
     check_gates(config, compression)
 
 
@@ -51,6 +55,13 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
         raise ValueError(f"{type(model).__name__} cannot be retrofitted: expected a causal LM of transformers")
     check_retrofit(model.config, compression)
     model_class = FAMILIES[model_type]
+    stock_attention = model_class.attention_class.__mro__[2]
+    for index, layer in enumerate(model.model.layers):
+        if type(attention := getattr(layer, "self_attn", None)) not in (stock_attention, type(None)):
+            raise ValueError(
+                f"layer {index} of this {model_type} model cannot be retrofitted: its attention is a "
+                f"{type(attention).__name__}, whose forward is not known; expected {stock_attention.__name__}"
+            )
     values = model.config.to_dict()
     for key in ("model_type", "architectures", "transformers_version"):
         values.pop(key, None)

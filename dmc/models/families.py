@@ -22,7 +22,7 @@ TABLE = (
     "FlexOlmo", "Gemma", "Gemma3", "Glm", "Glm4", "Glm4Moe", "GptOss", "Granite", "GraniteMoe", "GraniteMoeShared",
     "Helium", "HunYuanDenseV1", "HunYuanMoEV1", "HyperCLOVAX", "HYV3", "Jais2", "Llama", "MiniMaxM2", "Ministral",
     "Ministral3", "Mistral", "Mixtral", "Olmo", "Olmo2", "Olmo3", "Olmoe", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3",
-    "Qwen3Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
+    "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SeedOss", "SmolLM3", "SolarOpen", "Starcoder2",
 )  # fmt: skip
 """Names that begin the stock classes: `LlamaConfig`, `LlamaAttention`, `LlamaForCausalLM`."""
 

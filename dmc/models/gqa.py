@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from dmc.models.recurrent import attention_layers
+
 
 def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
     """Average contiguous groups of KV heads (Ainslie et al., arXiv:2305.13245), in place; then train on.
@@ -23,16 +25,15 @@ def merge_kv_heads(model: Any, num_key_value_heads: int) -> Any:
     Raises:
         ValueError: the heads cannot be divided into so many groups, share weights, or have gates.
     """
-    attention = model.model.layers[0].self_attn
+    attention, *_ = attention_layers(model)
     for name, weight in attention.named_parameters():
         if name.startswith("qkv_proj") or (name.startswith("k_norm") and weight.numel() != attention.head_dim):
             raise ValueError(
-                f"layer 0 of this {model.config.model_type} model has self_attn.{name} for all KV heads together: "
-                "heads cannot be merged"
+                f"layer {attention.layer_idx} of this {model.config.model_type} model has self_attn.{name} for all KV "
+                "heads together: heads cannot be merged"
             )
     merge_heads_of_config(model.config, num_key_value_heads)
-    for layer in model.model.layers:
-        attention = layer.self_attn
+    for attention in attention_layers(model):
         for projection in (attention.k_proj, attention.v_proj):
             for name, parameter in list(projection.named_parameters()):
                 merged = merge_rows(parameter.detach(), num_key_value_heads * attention.head_dim, attention.head_dim)

@@ -15,15 +15,11 @@ from transformers import AutoModelForCausalLM
 from dmc.compression import CompressionConfig, full_attention_tables
 from dmc.models.families import FAMILIES
 from dmc.models.masked_attention import as_on
+from dmc.models.tensor_parallel import UNDERSTOOD
 
 NUM_TOKENS = 7
 TOLERANCE = 1e-4
 """Largest difference of outputs in float32, relative to their largest."""
-UNDERSTOOD = {
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "query_layernorm", "key_layernorm",
-    "attn_sub_norm", "sinks",
-}  # fmt: skip
-"""Names in an attention layer that the one forward knows."""
 
 
 @functools.lru_cache
@@ -74,7 +70,11 @@ def _outputs(layer: nn.Module, modeling: Any, config: Any) -> Tensor:
     """Run a layer on random tokens."""
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(1, NUM_TOKENS, config.hidden_size, generator=generator)
-    (rotary_class,) = (value for name, value in vars(modeling).items() if name.endswith("RotaryEmbedding"))
+    (rotary_class,) = (
+        value
+        for name, value in vars(modeling).items()
+        if name.endswith("RotaryEmbedding") and not name.endswith("VisionRotaryEmbedding")
+    )
     positions = torch.arange(NUM_TOKENS)[None]
     causal = torch.full((NUM_TOKENS, NUM_TOKENS), -torch.inf).triu(1)[None, None]
     rotary = full_attention_tables(rotary_class(config), states, positions)

@@ -20,9 +20,10 @@ from dmc.compression.full_attention import layer_windows, refuse_other_attention
 from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.masked_attention import Documents, causal_attention, window_attention
+from dmc.models.recurrent import attention_layers, install_recurrent
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE, Ranks, local_part
 
 ATTENTION_NAME = "dmc_gates"
 UNPADDED_ATTENTION = "dmc_unpadded"
@@ -33,50 +34,83 @@ positions restart.
 """
 
 
+def attend_unpadded(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    context_ranks: Ranks = ALONE,
+    documents: Documents | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
+
+    Args:
+        module: stock attention layer.
+        query: rotated queries of this rank's tokens, [B, H_q, T, D].
+        key: rotated keys, [B, H, T, D].
+        value: values, [B, H, T, D].
+        attention_mask: none.
+        context_ranks: processes that divide each sequence.
+        documents: those of whole sequences, as a compressed model sees them; None: a sequence is one.
+        sliding_window: number of last tokens that a query sees, its own included; None: all.
+        s_aux: attention sinks, [H_q]; None: there are none.
+        padding_mask: True at real tokens, [B, T], in a layer with a window; None: no padding.
+        options: of transformers' function.
+    Returns:
+        [B, T, H_q, D], and no weights.
+    Raises:
+        NotImplementedError: dropout within documents or windows.
+    """
+    query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in (query, key, value))
+    sinks = None if s_aux is None else context_ranks.chunk(local_part(s_aux), 0)
+    hidden = None if padding_mask is None else ~padding_mask
+    is_full = hidden is None and (sliding_window is None or sliding_window >= query.shape[2])
+    if documents is None and is_full and sinks is None:
+        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return context_ranks.all_to_all(attended, 1, 2), None
+    if options.get("dropout"):
+        what = "documents, windows or sinks"
+        raise NotImplementedError(f"attention_dropout={options['dropout']} with {what}: set it to 0")
+    states, scaling = (query, key, value), options["scaling"]
+    if is_full:
+        attended = causal_attention(*states, scaling, documents, sinks)
+    else:
+        assert sliding_window is not None
+        attended = window_attention(*states, scaling, sliding_window, hidden=hidden, documents=documents, sinks=sinks)
+    return context_ranks.all_to_all(attended, 2, 1).transpose(1, 2), None
+
+
 def attend_in_window(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: None,
-    scaling: float,
     sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    padding_mask: Tensor | None = None,
     paged_cache: CompressedCache | None = None,
-    documents: Documents | None = None,
-    **_: Any,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend in a compressed model's layers with a window, which have no gates and keep their stock projections.
 
-    Args:
-        module: stock attention layer.
-        query: rotated queries, [B, H_q, T, D].
-        key: rotated keys, [B, H, T, D].
-        value: values, [B, H, T, D].
-        attention_mask: none.
-        scaling: factor on the scores.
-        sliding_window: W; a query sees the last W tokens, its own included.
-        s_aux: attention sinks, [H_q]; None: there are none.
-        padding_mask: True at real tokens, [B, past + T]; None: no padding.
-        paged_cache: cache of `generate` or of the engine; None: the sequences are whole.
-        documents: bounds of documents; None: a sequence is one.
-    Returns:
-        [B, T, H_q, D], and no weights.
+    Args and returns are those of `attend_unpadded`, with the cache of `generate` or of the engine; None: the sequences
+    are whole. There is no dropout, as in layers with gates.
+
     Raises:
         RuntimeError: another model has called it, in a layer without a window.
     """
     if sliding_window is None:
         raise RuntimeError(f"{ATTENTION_NAME} is the attention inside dmc's own layers and cannot serve another model")
-    if paged_cache is not None:
-        states = query, key, value
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        attended = attend_cached_window(paged_cache, index, states, scaling, padding_mask, s_aux)
-    else:
-        hidden = None if padding_mask is None else ~padding_mask
-        options = {"hidden": hidden, "documents": documents, "sinks": s_aux}
-        attended = window_attention(query, key, value, scaling, sliding_window, **options)  # type: ignore[arg-type]
-    return attended.transpose(1, 2), None
+    if paged_cache is None:
+        return attend_unpadded(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    rest = options["scaling"], options.get("padding_mask"), options.get("s_aux")
+    return attend_cached_window(paged_cache, index, (query, key, value), *rest).transpose(1, 2), None
 
 
 @torch.compiler.disable
@@ -92,52 +126,12 @@ def attend_cached_window(
     return cache.attend_plain(layer_index, *states, scaling, padding_mask, sinks)
 
 
-def attend_unpadded(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    context_ranks: Ranks = ALONE,
-    documents: Documents | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attend causally, each rank with its heads of whole sequences where `context_ranks` divide them.
-
-    Args:
-        module: stock attention layer.
-        query: rotated queries of this rank's tokens, [B, H_q, T, D].
-        key: rotated keys, [B, H, T, D].
-        value: values, [B, H, T, D].
-        attention_mask: none.
-        context_ranks: processes that divide each sequence.
-        documents: those of whole sequences, as a compressed model sees them; None: a sequence is one.
-        sliding_window: number of last tokens that a query sees; None: all.
-        s_aux: attention sinks, [H_q]; None: there are none.
-        options: of transformers' function.
-    Returns:
-        [B, T, H_q, D], and no weights.
-    Raises:
-        NotImplementedError: dropout within documents or windows.
-    """
-    query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in (query, key, value))
-    is_full = sliding_window is None or sliding_window >= query.shape[2]
-    if documents is None and is_full and s_aux is None:
-        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    else:
-        if options.get("dropout"):
-            what = "documents, windows or sinks"
-            raise NotImplementedError(f"attention_dropout={options['dropout']} with {what}: set it to 0")
-        if is_full:
-            attended = causal_attention(query, key, value, options["scaling"], documents, s_aux).transpose(1, 2)
-        else:
-            assert sliding_window is not None
-            attended = window_attention(
-                query, key, value, options["scaling"], sliding_window, documents=documents, sinks=s_aux
-            ).transpose(1, 2)
-    return context_ranks.all_to_all(attended, 1, 2), None
+def rotate_own_tokens(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hook before a layer with a window: it rotates before ranks that divide sequences exchange heads, unlike gates."""
+    if (ranks := kwargs.get("context_ranks", ALONE)).size == 1:
+        return None
+    tables = tuple(ranks.chunk(table, 1) for table in kwargs["position_embeddings"])
+    return args, {**kwargs, "position_embeddings": tables}
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_in_window)
@@ -152,9 +146,6 @@ class CompressedConfigMixin:
     def __post_init__(self, compression: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.compression = CompressionConfig.from_dict(compression or {}).to_dict()
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        if CompressionConfig.from_dict(self.compression).has_adapter:
-            plan = getattr(self, "base_model_tp_plan", None) or {}
-            self.base_model_tp_plan = plan | {"layers.*.self_attn.gate_adapter": "colwise"}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -191,13 +182,17 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         for index, window in enumerate(layer_windows(config)):
             if window is None:
                 self.model.layers[index].self_attn = self.attention_class(config, index)
+            elif window:
+                self.model.layers[index].self_attn.register_forward_pre_hook(rotate_own_tokens, with_kwargs=True)
+        install_recurrent(self)
         with_token_losses(self)
         self.post_init()
 
     @property
     def compressed_layers(self) -> list[Any]:
         """The decoder layers with gates: those with full attention."""
-        return [layer for layer in self.model.layers if isinstance(layer.self_attn, CompressedAttentionMixin)]
+        gated = {attn.layer_idx for attn in attention_layers(self) if isinstance(attn, CompressedAttentionMixin)}
+        return [self.model.layers[index] for index in sorted(gated)]
 
     @property
     def ranks(self) -> Ranks:
@@ -251,13 +246,16 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             queries, keys = (
                 count * dim for count in (self.config.num_attention_heads, self.config.num_key_value_heads)
             )
+            of_head = 2 * dim if attention.gates_output else dim  # rows of W_q
             if not compression.borrows_key_neuron:
-                rows = slice(first, queries if fused else None, dim * attention.num_key_value_groups)
-                projections = [attention.qkv_proj if fused else attention.q_proj]
+                rows = slice(first, queries if fused else None, of_head * attention.num_key_value_groups)
+                projections = [(attention.qkv_proj if fused else attention.q_proj, rows)]
+            elif fused:
+                projections = [(attention.qkv_proj, slice(first, queries + keys, dim))]
             else:
-                rows = slice(first, queries + keys if fused else None, dim)
-                projections = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj]
-            for projection in projections:
+                places = slice(first, None, of_head), slice(first, None, dim)
+                projections = list(zip((attention.q_proj, attention.k_proj), places, strict=True))
+            for projection, rows in projections:
                 for parameter in projection.parameters():
                     yield parameter, rows
 
@@ -429,4 +427,5 @@ def for_unpadded(model: Any) -> Any:
     """Let a stock causal LM attend without a mask to sequences that are never padded, as a compressed one does."""
     if not isinstance(model, CompressedCausalLM):
         model.set_attn_implementation(UNPADDED_ATTENTION)
+        install_recurrent(model)
     return model

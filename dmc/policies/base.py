@@ -77,6 +77,8 @@ class Entries:
     """At the end of a prompt: what the policy's `gather` returned for its queries."""
     observed: Tensor | None = None
     """What the policy's `observe` returned when the prompt ended, [S, H, N]."""
+    attention_sinks: Tensor | None = None
+    """Logit of each query head that its softmax counts beside the entries', [H_q]; None: there are none."""
     protected: Tensor | None = None
     """Whether an entry stays whatever its score is, bool [S, H, N]; None: none does."""
     nth_newest: Callable[[Tensor, Tensor], Tensor] = nth_newest

@@ -391,6 +391,7 @@ class Eviction(CacheAttention):
             memory=fields["memory"][layer_index, rows] if "memory" in fields else torch.empty(0),
             nominal=fields["nominal"][layer_index, rows].long(),
             read_positions=read_positions if positions is None else lambda: positions,
+            attention_sinks=layer.sinks,
             protected=protected,
             read_sums=lambda: dict(zip(sums, self.backend.read_metadata(layer, rows, sums, num_entries), strict=True)),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),

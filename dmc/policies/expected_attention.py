@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, Share, checked_dataclass
+from dmc.kernels.probabilities import softmax_with_sinks
 from dmc.policies.base import Entries
 from dmc.policies.eviction import EvictionPolicy
 from dmc.policies.scores import keep_over_heads
@@ -34,7 +35,8 @@ class ExpectedAttention(EvictionPolicy):
 
         (softmax_i(k_i^T R mu / sqrt(d) + k_i^T R S R^T k_i / 2d) + epsilon) * ||v_i||_2
 
-    with the mean over the group before the norm. Differs from the paper, as its code does: the norm is of v, not W_o v.
+    with the mean over the group before the norm; the model's own attention sinks count in the softmax. Differs from the
+    paper, as its code does: the norm is of v, not W_o v.
     """
 
     budget: Budget
@@ -76,17 +78,19 @@ class ExpectedAttention(EvictionPolicy):
         """The score above; +inf for the sinks; see `EvictionPolicy.observe`."""
         keys, heads = entries.read_keys().float()[0], entries.shape[1]  # [H, N, D]
         sinks = entries.among_first(min(self.sinks, limit))
-        logits = keys.new_zeros(heads, 1, entries.num_entries)
+        logits, column = keys.new_zeros(heads, 1, entries.num_entries), None
         if (moments := entries.gathered) is not None:
             unit = torch.eye(keys.shape[-1], device=keys.device)[None, :, None].expand(-1, -1, self.future, -1)
             ahead = entries.tokens_seen[:, None] + torch.arange(self.future, device=keys.device)
             turn = entries.rotate(unit, ahead).mean(2)[0]  # row i is R e_i, [D, D]
+            column = entries.attention_sinks
             mean = (moments.mean @ turn).unflatten(0, (heads, -1))
             logits = mean @ keys.transpose(1, 2)
             if self.covariance:
                 spread = (turn.T @ (moments.deviations / moments.count) @ turn).unflatten(0, (heads, -1))
                 logits = logits + ((keys[:, None] @ spread) * keys[:, None]).sum(-1) / 2
-        attention = logits.masked_fill((sinks | ~entries.exists)[0, :, None], -torch.inf).softmax(-1).mean(1)
+        logits = logits.masked_fill((sinks | ~entries.exists)[0, :, None], -torch.inf)
+        attention = softmax_with_sinks(logits[None, :, :, None], column)[0, :, :, 0].mean(1)
         scores = (attention + self.epsilon) * entries.read_values().float()[0].norm(dim=-1)
         return scores[None].masked_fill(sinks, torch.inf)
 

@@ -180,6 +180,8 @@ class InfLLMAttention(CacheAttention):
             scores = _scores(query[:, :, block], key).masked_fill(~seen[:, None, None], -torch.inf)
             if far is not None:
                 is_far = (far[:, None] >= 0) & (far[:, None] <= at - local)
+                read = seen.sum(-1, keepdim=True) + is_far.sum(-1, keepdim=True)
+                self.cache.num_unread += key.shape[1] * (at + 1 - read).sum()
                 beyond = _scores(far_query[:, :, block], far_key).masked_fill(~is_far[:, None, None], -torch.inf)
                 scores = torch.cat((scores, beyond), dim=-1)
             weights = softmax_with_sinks(scores, layer.sinks)  # [S, H, group, queries, keys]

@@ -13,12 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from dmc.budget import Budget
+from dmc.compression.base import RunRecurrent
 from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import QUERY_BLOCK, softmax_with_sinks
+from dmc.kernels.recurrent import run_layer
 from dmc.kernels.windows import window_attention
 from dmc.policies.base import Sum, above_all
 from dmc.policies.budgets import keep_top
@@ -153,6 +155,13 @@ class Repetition:
     chunk: range
     """Positions of the tokens that are repeated."""
     sinks: int
+
+    def run_recurrent(self, layer_index: int, run: RunRecurrent, hidden_states: Tensor) -> Tensor:
+        """Run a layer without attention, [1, T, hidden], from its state, which stays."""
+        layout = self.cache.layout
+        batch = ForwardBatch([int(self.rows)], [self.num_seen], [hidden_states.shape[1]], hidden_states.device)
+        place = layout.places[layer_index] - layout.num_paged_layers
+        return run_layer(run, hidden_states[0], batch, self.cache.fields, place, writes=False)[None]
 
     def attend_plain(
         self,

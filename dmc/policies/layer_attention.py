@@ -35,6 +35,8 @@ class Cache(Protocol):
     """Pool in the host's memory, if the policy asked for one."""
     scratch_row: int | None
     """Row that fills up recorded batches; None: nothing is recorded."""
+    num_unread: int | Tensor
+    """Entries that a policy held and left unread, summed over queries, layers and KV heads; on the device."""
 
     @property
     def block_tables(self) -> Tensor:

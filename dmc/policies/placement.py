@@ -89,6 +89,7 @@ class DevicePlacement:
         if choice.reads is None:
             choice.reads = self._with_generated(batch, choice)
         layer, (positions, lengths) = self.cache.layer(layer_index), choice.reads
+        self.cache.num_unread += layer.lengths.shape[1] * (batch.tokens_seen[:, None] - lengths).sum()
         attended: Tensor = self._backend.paged_attention(
             query,
             small_pages(layer.key_pages, 1),
@@ -164,6 +165,7 @@ class HostPlacement:
         seen = self.attention.append(layer_index, batch, tokens)
         if (load := self._loads.pop(layer_index, None)) is not None:
             self._unpack(layer_index, batch, load)
+        self.cache.num_unread += (batch.tokens_seen[:, None] - seen.slots).sum()
         return self.attention.attend_to_all(layer_index, batch, query, seen, scaling)
 
     def _unpack(self, first_layer: int, batch: ForwardBatch, load: Load) -> None:

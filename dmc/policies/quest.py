@@ -139,6 +139,7 @@ class QuestAttention(CacheAttention):
         counts = on_device(torch.tensor(reads), device)[:, None].expand(-1, heads)
         chosen = top_positions(scores, counts, max(reads))  # ascending: the newest page, which may not be full, is last
         lengths = (counts - 1) * size + batch.positions[:, None] % size + 1
+        self.cache.num_unread += (batch.positions[:, None] + 1 - lengths).sum()
         pages = small_pages(layer.key_pages, size), small_pages(layer.value_pages, size)
         tables = ids.gather(2, chosen).int()
         attended: Tensor = self._page_backend.paged_attention(

@@ -62,11 +62,14 @@ class BenchmarkConfig:
 
 
 class EngineDecoder:
-    """The engine, with the full cache (ratio 1, the stock model) or synthetic decisions at a ratio."""
+    """The engine, with the full cache (ratio 1, the stock model), or gates or a policy at a ratio."""
 
-    def __init__(self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig) -> None:
-        self.name, self.ratio, self._prompts = f"engine CR {ratio:g}", ratio, prompts.tolist()
-        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK)
+    def __init__(
+        self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig, policy: Any = None, **named: str
+    ) -> None:
+        self.name, self.path = named.get("name", f"engine CR {ratio:g}"), named.get("path", config.model)
+        self.ratio, self._prompts = ratio, prompts.tolist()
+        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK, policy=policy)
         beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens decoded while others are fed
         self._max_new_tokens = 3 + config.new_tokens + beside
         self._requests: list[Any] = []
@@ -95,7 +98,7 @@ class HuggingFaceDecoder:
     name, ratio = "hugging face, static cache", 1.0
 
     def __init__(self, model: Any, prompts: Tensor, config: BenchmarkConfig) -> None:
-        self._model, self._tokens = model, prompts
+        self._model, self._tokens, self.path = model, prompts, config.model
         self._cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + config.new_tokens + 2)
 
     @torch.no_grad()
@@ -166,19 +169,19 @@ def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any 
         yield from time_interleaved(decoders, batch_size, config)
     for ratio in config.ratios if config.memory is not None else ():
         metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
-        yield _row(config, f"engine CR {ratio:g}", ratio, metrics, {"memory": config.memory}, achieved_ratio=None)
+        place, name = {"memory": config.memory}, f"engine CR {ratio:g}"
+        yield _row(config, config.model, name, metrics, place, requested_ratio=ratio, achieved_ratio=None)
 
 
 def _row(
-    config: BenchmarkConfig, name: str, ratio: float, metrics: dict[str, Any], place: dict[str, Any], **memory: Any
+    config: BenchmarkConfig, path: str | None, name: str, metrics: dict[str, Any], place: dict[str, Any], **memory: Any
 ) -> Row:
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
-    described = {"path": config.model, "shape": None if config.model else config.shape, "dtype": config.dtype}
-    settings = {"model": described, "policy": {"ratio": ratio}}
+    described = {"path": path, "shape": None if path else config.shape, "dtype": config.dtype}
+    settings = {"model": described, "policy": {"ratio": memory["requested_ratio"]}}
     settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
-    model = "random weights" if config.model is None else "/".join(Path(config.model).parts[-2:])
-    figures = {"metrics": metrics, "coordinates": place, "requested_ratio": ratio} | memory
-    return new_row(model, name, "speed", settings, **figures)
+    model = "random weights" if path is None else "/".join(Path(path).parts[-2:])
+    return new_row(model, name, "speed", settings, metrics=metrics, coordinates=place, **memory)
 
 
 def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tensor:
@@ -206,8 +209,8 @@ def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConf
     for decoder, first_seconds, step_times in zip(decoders, first, steps, strict=True):
         step, (allocated, achieved) = statistics.median(step_times), decoder.memory()
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
-        memory = {"achieved_ratio": achieved, "peak_bytes_allocated": allocated, "samples": len(step_times)}
-        yield _row(config, decoder.name, decoder.ratio, metrics, place, **memory)
+        memory = {"requested_ratio": decoder.ratio, "achieved_ratio": achieved, "peak_bytes_allocated": allocated}
+        yield _row(config, decoder.path, decoder.name, metrics, place, **memory, samples=len(step_times))
 
 
 def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:

@@ -271,7 +271,8 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
         else:
             samples = subject.samples_of(cell.task.name, task)
             row, stats = run_samples(task, engine, _sketch(samples, size) if is_sketch else samples, size)
-        return {"status": DONE, **row, **memory_of(stats, cell.method.budget)}
+        unread = {"entries_unread": int(engine.cache.num_unread)}
+        return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
     if cell.same_bytes_as is None:
         return measure_at(None)
@@ -333,6 +334,8 @@ def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dic
     mean_tokens = sum(stat.mean_tokens_seen for stat in stats)
     mean_slots = sum(float(stat.mean_slots.sum()) for stat in stats)
     return requested | {
+        "entries_seen": tokens * layers * kv_heads,
+        "entries_held": int(slots.sum()),
         "achieved_ratio": achieved_ratio(tokens, layers, kv_heads, int(slots.sum())),
         "head_ratios": [[round(tokens / held, 3) for held in layer] for layer in slots.tolist()],
         "bytes_allocated_per_token": sum(stat.bytes_allocated for stat in stats) / tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from dmc.results.measurement import Row
 
@@ -40,6 +41,18 @@ def share_of(whose: str) -> float | None:
         return float(whose)
     except ValueError:
         return None
+
+
+def asked_of(row: Any) -> str:
+    """Format a method's budget: CR 4, 128 tokens, bytes of retrofit, 25% of the bytes, or the full cache."""
+    if row["is_full"]:
+        return "full cache"
+    kind, _, number = str(row["budget"]).partition(":")
+    if kind == "tokens":
+        return f"{number} tokens"
+    if kind == KIND:
+        return f"bytes of {number}" if (share := share_of(number)) is None else f"{share:.4g} of the bytes"
+    return f"CR {row['requested_ratio']:g}"
 
 
 def at_bytes(measure: Callable[[float], Row], wanted: float, first: float, reached: float | None = None) -> Row:

@@ -142,6 +142,8 @@ class LMEvalSettings(VotingOptions):
     chat_template: StrictBool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
+    seeds: list[StrictInt] = field(default_factory=list)
+    """Tasks whose `generation` says do_sample: every question is answered once with each; empty: with the grid's."""
     save_samples: StrictBool = False
     """Whether every prompt, answer and score is written to `samples/`."""
 
@@ -169,6 +171,11 @@ class LMEvalTask:
     """Names of all tasks that are loaded together."""
 
     @property
+    def seeds(self) -> list[int]:
+        """Return the seeds of several sampled answers to every question; empty: there is one answer."""
+        return self.settings.seeds if self.benchmark.generation.get("do_sample") else []
+
+    @property
     def row_settings(self) -> dict[str, Any]:
         """Return the settings in its rows, with what else defines the task; saving samples changes no result."""
         defaults = asdict(VotingOptions()) | {"temperature": None}  # which rows of before do not name
@@ -177,6 +184,8 @@ class LMEvalTask:
             for name, value in asdict(self.settings).items()
             if name != "save_samples" and (name not in defaults or value != defaults[name])
         }
+        if not self.seeds:
+            del lm_eval["seeds"]
         lm_eval["version"] = importlib.metadata.version("lm-eval")
         if self.settings.tasks_folder is not None:
             files = sorted(path for path in Path(self.settings.tasks_folder).rglob("*") if path.is_file())
@@ -195,13 +204,13 @@ class LMEvalTask:
     def run(
         self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
     ) -> tuple[Row, list[GenerationStats]]:
-        """Run the task.
+        """Run the task, with several seeds one after the other.
 
         Args:
             engine: an engine with a tokenizer.
             model: folder or hub name, for tasks that make their data with its tokenizer.
             together: number of sequences that run at the same time.
-            seed: seed of sampled generations.
+            seed: seed of sampled generations, if the task has none.
             samples_folder: folder of saved samples.
         Returns:
             The metrics, and the memory of every sequence.
@@ -210,6 +219,16 @@ class LMEvalTask:
             OSError: the task's data cannot be loaded.
             ImportError: the task needs a package that is not installed.
         """
+        runs = [
+            self._run_once(engine, model, together, each, samples_folder / (f"seed{each}" if self.seeds else ""))
+            for each in self.seeds or [seed]
+        ]
+        return over_seeds([row for row, _ in runs]), [stats for _, of_run in runs for stats in of_run]
+
+    def _run_once(
+        self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
+    ) -> tuple[Row, list[GenerationStats]]:
+        """See `run`."""
         from lm_eval import simple_evaluate
 
         from dmc.results.harness import EngineLM
@@ -277,6 +296,23 @@ def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: flo
     if not values or not math.isclose(statistics.fmean(values), value, rel_tol=1e-6, abs_tol=1e-9):
         return {}
     return {"sample_values": values, "samples_key": digest([place for *place, _ in found])}
+
+
+def over_seeds(rows: Sequence[Row]) -> Row:
+    """Join the rows of a task's seeds: each question is a context with an answer for each seed."""
+    first, num = rows[0], len(rows)
+    if num == 1:
+        return first
+    joined = first | {"samples": num * first["samples"], "prompts_cut": sum(row["prompts_cut"] for row in rows)}
+    joined["metrics"] = {name: statistics.fmean(row["metrics"][name] for row in rows) for name in first["metrics"]}
+    joined["errors"] = {name: max(row["errors"].get(name, 0.0) for row in rows) for name in first["errors"]}
+    if all("sample_values" in row for row in rows):
+        joined["sample_values"] = [value for row in rows for value in row["sample_values"]]
+        joined["contexts"] = [*range(len(first["sample_values"]))] * num
+        joined["samples_key"] = digest([row["samples_key"] for row in rows])
+    else:
+        joined = {name: value for name, value in joined.items() if name not in ("sample_values", "samples_key")}
+    return joined
 
 
 def plan_lm_eval(

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import StrictInt
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from dmc.compression.full_attention import refuse_other_attention
 from dmc.config.settings import build_config, checked_dataclass, suggest
 from dmc.data.sources import file_stamps
 from dmc.models.weights import open_weights
@@ -87,6 +88,7 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     Raises:
         ValueError, FileNotFoundError: a field is unknown or of another type, there is no such model, or its weights are
             missing or cut off.
+        NotImplementedError: see `refuse_other_attention`.
     """
     where = f"models.{name}"
     model = build_config(ComparedModel, {"path": value} if isinstance(value, str) else value, where)
@@ -103,6 +105,12 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     compressed = str(values["model_type"]).startswith("dmc_")
     if folder.is_dir():
         open_weights(folder)
+    try:
+        refuse_other_attention(
+            AutoConfig.from_pretrained(str(folder), revision=model.revision, trust_remote_code=False)
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{where}: {error}") from error
     gates = values["compression"] if compressed else {"target_ratio": values.get("dms_cr"), "target_counts": "decided"}
     ratio = None if gates["target_ratio"] is None else float(gates["target_ratio"])  # without one: a stock model
     counts = None if ratio is None else gates.get("target_counts", "held")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ OUTLIER = 3.0
 """Points worse than the upper quartile by so many times the middle half's spread are drawn at the edge."""
 MOST_NAMES, MOST_COLUMNS, MOST_ROWS, MOST_SHAPES = 8, 3, 8, 700
 """Lines that all have their name; heatmaps across and down; cells beyond which one is pixels."""
+TITLE_WIDTH = 32
+"""Letters of a line in the title of a small heatmap."""
 SAME = 1.01
 """Where the values of heads differ by less, relatively, there is no heatmap."""
 LABEL_PLACES = numpy.array(
@@ -289,6 +292,9 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
         lines: of a frame of measurements with one `task`, `metric` and `by`, and `name`, `label`.
     """
     task, metric, by = (str(lines[name].iloc[0]) for name in ("task", "metric", "by"))
+    if by == "instruction layer head":  # heads of all layers side by side
+        heads, by = lines["layer"] * (1 + lines["head"].max()) + lines["head"], "head instruction"
+        lines = lines.assign(head=heads)
     names, title = by.split(), f"{task}: {metric.replace('_', ' ')} by {by.replace(' ', ' and ')}"
     groups = [rows for _, rows in lines.groupby("label", sort=False)]
     if len(names) == 1:
@@ -313,7 +319,8 @@ def draw_places(lines: pandas.DataFrame) -> list[Plot]:
             maps.append((first["method"], first["label"], values))
         elif not first["is_full"]:
             even.append(str(first["name"]))
-    caption = f"Dark: low. Light: high. Horizontal: {across}. Vertical: {down}."
+    along = "heads, layer after layer" if by == "head instruction" else across
+    caption = f"Dark: low. Light: high. Horizontal: {along}. Vertical: {down}."
     caption += f" Not drawn, for all heads are alike: {', '.join(dict.fromkeys(even))}." if even else ""
     return list(_draw_heatmaps(title, caption, maps, logarithmic=metric == "compression_ratio")) if maps else []
 
@@ -363,7 +370,7 @@ def _draw_heatmaps(title: str, caption: str, maps: list[Heatmap], logarithmic: b
                 mesh.set_rasterized(values.size > MOST_SHAPES)
                 range_of_values = f"mean {numpy.nanmean(values):.3g}, lowest {numpy.nanmin(values):.3g}"
                 plot.tip(mesh, method, f"{label}: {range_of_values}, highest {numpy.nanmax(values):.3g}")
-                axes.set_title(label, fontsize=7, color=MUTED, pad=2)
+                axes.set_title(textwrap.fill(label, TITLE_WIDTH), fontsize=7, color=MUTED, pad=2)
                 for axis, names in ((axes.xaxis, table.columns), (axes.yaxis, table.index)):
                     axis.set_ticks([0.5, len(names) - 0.5], [f"{names[end]:,g}" for end in (0, -1)], fontsize=6)
                 axes.grid(False)

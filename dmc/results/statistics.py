@@ -27,7 +27,7 @@ import numpy
 import pandas
 from scipy.special import stdtrit
 
-from dmc.results.equal_bytes import KIND, SAME_BYTES, WHOLE_PAGES, share_of
+from dmc.results.equal_bytes import SAME_BYTES, WHOLE_PAGES, asked_of
 
 CONFIDENCE = 0.95
 """Confidence of each bound, one-sided."""
@@ -321,16 +321,21 @@ def _difference(rows: pandas.DataFrame, column: str, other: str) -> Estimate:
     return difference([*rows[column]], [*rows[other]], first["contexts"], bool(first["higher_is_better"]))
 
 
-def asked_of(row: Any) -> str:
-    """Format a method's budget: CR 4, 128 tokens, bytes of retrofit, 25% of the bytes, or the full cache."""
-    if row["is_full"]:
-        return "full cache"
-    kind, _, number = str(row["budget"]).partition(":")
-    if kind == "tokens":
-        return f"{number} tokens"
-    if kind == KIND:
-        return f"bytes of {number}" if (share := share_of(number)) is None else f"{share:.4g} of the bytes"
-    return f"CR {row['requested_ratio']:g}"
+def paired(measured: pandas.DataFrame, others: pandas.DataFrame) -> Estimate:
+    """Estimate how much worse measurements of one metric are than others of the same samples, over their seeds.
+
+    Args:
+        measured: of `Store.frame`, one method's; each is paired with the other of its seed, if there is one.
+        others: of another method.
+    Raises:
+        ValueError: none are of the same samples.
+    """
+    both = measured.merge(others[[*PAIRED, *OF_FULL]], on=PAIRED, suffixes=("", "_of_full"))
+    same_seed = both["seed_of_full"] == both["seed"]
+    both = both[same_seed | ~same_seed.groupby(both["key"]).transform("any")].drop_duplicates("key", keep="last")
+    if both.empty:
+        raise ValueError("they have no samples in common")
+    return mean_of([_lost(rows) for _, rows in both.groupby("task", sort=False)])
 
 
 def beside_baselines(

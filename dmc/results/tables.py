@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas
 
-from dmc.results.equal_bytes import SAME_BYTES, bytes_budget
+from dmc.results.equal_bytes import SAME_BYTES, asked_of, bytes_budget
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
-from dmc.results.statistics import MARGIN, asked_of, beside_baselines, pareto_front, summarize
+from dmc.results.statistics import MARGIN, beside_baselines, pareto_front, summarize
 from dmc.results.store import Store, read_rows, replace_file
 from dmc.results.verdict import Scale, carried, verdicts_of
 

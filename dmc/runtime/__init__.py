@@ -10,10 +10,11 @@ from dmc.runtime.generation import Generation, GenerationStats, Scoring
 from dmc.runtime.hf_cache import PagedGenerationCache
 from dmc.runtime.options import SamplingParams
 from dmc.runtime.request import Request, TokenEvent
-from dmc.runtime.session import Session
+from dmc.runtime.session import FrozenSession, Session
 
 __all__ = [
     "Engine",
+    "FrozenSession",
     "Generation",
     "GenerationStats",
     "PagedGenerationCache",

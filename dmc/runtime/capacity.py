@@ -59,7 +59,8 @@ def request_bytes(layout: CacheLayout, num_tokens: int, ratio: float, block_size
     rows = 0
     for field in layout.fields:
         if field.per == "row":
-            shape = (*field.shape[:-1], width) if field.name == "block_tables" else field.shape
+            widths = {"block_tables": width, "ring_tables": layout.ring_blocks(block_size)}
+            shape = (*field.shape[:-1], widths[field.name]) if field.name in widths else field.shape
             layers = layout.num_layers if field.num_layers is None else field.num_layers
             rows += layers * math.prod(shape) * field.dtype.itemsize
     return layout.num_kv_heads * held * layout.block_bytes(block_size) + rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm
 from dmc.compression.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
+from dmc.runtime import carried_cache
 from dmc.runtime.decode_steps import GpuRecorder, why_not_recorded
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats, Scoring
@@ -22,7 +24,7 @@ from dmc.runtime.options import EngineOptions, SamplingParams
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.pool_size import TABLE_BYTES, Activations, Tables, pool_bytes
 from dmc.runtime.prefix_cache import PrefixCache
-from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
+from dmc.runtime.request import ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
 from dmc.runtime.runner import Runner
 from dmc.runtime.scheduler import Scheduler
 from dmc.runtime.session import Session
@@ -42,16 +44,12 @@ def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_po
     most = rows * layout.most_blocks(context, options.block_size) * block
     gates = None if layout.policy_fields else layout.compression
     ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
-    longest = len(layout.places) * layout.num_kv_heads * -(-context // options.block_size)
-    table_per_block = table * ratio * len(layout.places) / max(layout.num_layers, 1)  # those of rings are as wide
+    longest = layout.num_paged_layers * layout.num_kv_heads * -(-context // options.block_size)
+    table_per_block = table * ratio * layout.num_paged_layers / max(layout.num_layers, 1)  # those of rings are as wide
     tables = Tables(table * longest, table_per_block / block)
-    limit = pool_bytes(options.memory, layout.device, most, activations, tables)
+    states = (rows + 1) * layout.recurrent_bytes
+    limit = pool_bytes(options.memory, layout.device, most, activations, tables, states)
     return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
-
-
-def _check_are_several(texts: Collection[Any]) -> None:
-    if isinstance(texts, str):
-        raise TypeError(f"prompts or continuations={texts!r:.80}: expected a list of texts, or of token ids")
 
 
 def _renamed(error: Exception, message: str) -> Exception:
@@ -143,7 +141,7 @@ class Engine:
 
     @property
     def blocks_in_use(self) -> int:
-        """Number of blocks held by sequences, shared ones counted once; 0 when nothing runs and no session rests."""
+        """Number of blocks held by sequences, shared ones counted once; 0 when nothing runs, rests or is frozen."""
         return self.cache.allocator.num_in_use - self.cache.blocks_only_in(self._prefixes or ())
 
     @property
@@ -186,16 +184,7 @@ class Engine:
             ValueError: see `submit`; nothing has run.
             ArithmeticError: see `run`.
         """
-        _check_are_several(prompts)
-        if not isinstance(params, list):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        requests = [
-            self._inputs.request(question or prompt, settings, context=prompt if question else None)
-            for prompt, settings, question in zip(prompts, params, after or [[]] * len(prompts), strict=True)
-        ]
-        return self._run_together(requests, progress)
+        return self._run_together(self._inputs.continued(prompts, params, after), progress)
 
     def submit(
         self,
@@ -295,7 +284,6 @@ class Engine:
         tokens = self._inputs.encode(prompt, begins_text=not sequence.tokens)
         request = ForcedRequest(sequence, tokens, SamplingParams(max_new_tokens=1))
         (generation,) = self._run_together([request])
-        sequence.next_prompt = len(sequence.tokens)
         return generation.stats
 
     def stats(self, request: Request) -> GenerationStats:
@@ -310,6 +298,32 @@ class Engine:
     def session(self) -> Session:
         """Start a session, whose cache stays between turns."""
         return Session(self, self._core)
+
+    def save(self, session: Session, folder: str | Path, overwrite: bool = False) -> None:
+        """Write what a session holds, compressed as it is, for `load`; all of it is there, or nothing.
+
+        Args:
+            session: its last turn has finished.
+            folder: a new or empty folder; each of several ranks writes a folder of its own there.
+            overwrite: whether a cache that was saved there is replaced.
+        Raises:
+            FileExistsError: the folder holds something else.
+            ValueError: the session holds nothing, or its policy keeps something outside the pages.
+        """
+        carried_cache.save(self._core, self.policy, self._inputs.sequence(session), Path(folder), overwrite)
+
+    def load(self, folder: str | Path) -> Session:
+        """Read a session that `save` has written; it goes on as the one that was saved, as often as it is read.
+
+        Where there is no room for it, its next turn computes it again.
+
+        Raises:
+            FileNotFoundError: the folder holds no saved session.
+            ValueError: it is damaged, or was saved with other weights, gates, policy, pages or ranks than the engine's.
+        """
+        session = Session(self, self._core)
+        session.sequence = carried_cache.load(self._core, self.policy, Path(folder))
+        return session
 
     def score(self, prompts: Collection[str | list[int]], continuations: Collection[str | list[int]]) -> list[Tensor]:
         """Teacher-force continuations through the compressed cache, many at once.
@@ -342,20 +356,7 @@ class Engine:
         Raises:
             ValueError: see `score`; or there are not as many of each.
         """
-        _check_are_several(prompts)
-        _check_are_several(continuations)
-        if len(prompts) != len(continuations):
-            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
-        requests = []
-        for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
-            tokens = self._inputs.encode(continuation, begins_text=False)
-            if isinstance(prompt, Session):
-                sequence = self._inputs.sequence(prompt)
-            else:
-                sequence = self._inputs.sequence(None, self._inputs.encode(prompt))
-            params = SamplingParams(max_new_tokens=len(tokens))
-            requests.append(ForcedRequest(sequence, list(between), params, forced=Forced(tokens, keep)))
-            self._inputs.check_can_start(requests[-1])
+        requests = self._inputs.scored(prompts, continuations, keep, after)
         generations = self._run_together(requests)
         return [
             Scoring(torch.cat(request.forced.kept), generation.stats)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.decode_steps import POSITION, SETTINGS, SITS_OUT, DecodeBatch
 from dmc.runtime.generation import FinishReason, GenerationStats
-from dmc.runtime.request import Request, Sequence, TokenEvent
+from dmc.runtime.request import Base, Request, Sequence, TokenEvent
 from dmc.runtime.runner import LaunchedStep, Runner
 from dmc.runtime.sampling import Distributions, Sampling, TokenCounts, distributions, new_generator
 from dmc.runtime.scheduler import ScheduledChunk, Scheduler
@@ -193,6 +193,31 @@ class EngineCore:
                 raise
         return copies
 
+    def freeze(self, sequence: Sequence) -> Base:
+        """Let go of a resting sequence's row but not of its blocks, from which others go on.
+
+        Raises:
+            ValueError: see `Scheduler.why_not_shared`.
+        """
+        self.settle()
+        if (reason := self.scheduler.why_not_shared(sequence)) is not None:
+            raise ValueError(reason)
+        assert sequence.row is not None
+        self.cache.tally.close_row(sequence.row, sequence.held)
+        base = Base(self.cache.snapshot(sequence.row, moves=True))
+        sequence.row, sequence.num_computed_tokens = None, 0
+        self.scheduler.resting.remove(sequence)
+        self.scheduler.bases.append(base)
+        return base
+
+    def drop(self, base: Base) -> None:
+        """Free what a frozen sequence holds; those that go on from it and have no row are computed again."""
+        if base.snapshot is not None:
+            self.settle()
+            self.cache.drop(base.snapshot)
+            self.scheduler.bases.remove(base)
+            base.snapshot = None
+
     def _sample(self, requests: list[Request], logits: Tensor) -> list[TokenEvent]:
         self._counts = self._counts or TokenCounts(logits.shape[-1], logits.device)
         histories = [request.history for request in requests]
@@ -256,6 +281,8 @@ class EngineCore:
             self._counts.close(request.history)
         self.by_sequence.pop(sequence, None)
         self.scheduler.finish(sequence, cache_is_valid)
+        if not sequence.num_waiting:  # nothing was generated, or is left to feed: the prompt has ended
+            sequence.next_prompt = len(sequence.tokens)
         sequence.num_preemptions, sequence.held = 0, Held()
         if sequence.row is not None:
             self.cache.tally.open_row(sequence.row, sequence.held)

@@ -82,6 +82,28 @@ class FieldStore:
         for name in self.names("slot", "block"):
             self._tensors[name][targets] = self._tensors[name][sources]
 
+    def read_blocks(self, blocks: Tensor, num_slots: Tensor) -> dict[str, Tensor]:
+        """Copy the content of blocks, by field of slots or blocks: 0 where no entry of theirs is.
+
+        Args:
+            blocks: int64 [n].
+            num_slots: entries that each holds, from its first slot on, [n].
+        Returns:
+            [n, ...] each.
+        """
+        states = {}
+        for name in self.names("slot", "block"):
+            held = self._tensors[name][blocks]
+            begins = torch.arange(held.shape[1], device=held.device) * self.fields[name].every
+            is_empty = begins >= num_slots[:, None]
+            states[name] = held.masked_fill_(is_empty.view(*is_empty.shape, *[1] * (held.dim() - 2)), 0)
+        return states
+
+    def write_blocks(self, blocks: Tensor, states: dict[str, Tensor]) -> None:
+        """Write what `read_blocks` has copied into other blocks, int64 [n]."""
+        for name in self.names("slot", "block"):
+            self._tensors[name][blocks] = states[name]
+
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one row, summed over layers."""

@@ -33,9 +33,9 @@ class GenerationStats:
     achieved_ratio: float
     """tokens_seen * L * H / sum(slots), >= 1 for a compressed cache; 1 for a model whose layers all have a window."""
     bytes_ratio: float
-    """Bytes of the entries and windows of a cache that compresses nothing, over `bytes_used`."""
+    """Bytes of the entries, windows and recurrent states of a cache that compresses nothing, over `bytes_used`."""
     bytes_used: int
-    """Bytes of slots and state: ring buffers, means and tables included."""
+    """Bytes of slots and state: ring buffers, means, tables and recurrent states included."""
     bytes_allocated: int
     """Bytes with whole pages."""
     bytes_fast: int
@@ -71,6 +71,7 @@ class GenerationStats:
         of_full, num_full = entries[: layout.num_layers].cpu(), layout.num_layers * tokens_seen
         stock = layout.ranks.all_reduce(layout.num_kv_heads * layout.entry_bytes)
         stock *= num_full + sum(min(tokens_seen, ring) for ring in layout.rings)
+        stock += layout.recurrent_bytes
         if not held.positions:
             held = Held(1, tokens_seen, recent)
         ranks, block, number, total = layout.ranks, cache.block_bytes, held.positions, int(slots.sum())

@@ -11,6 +11,7 @@ from transformers import Cache
 from typing_extensions import override
 
 from dmc.compression import DecidedTokens
+from dmc.compression.base import RunRecurrent
 from dmc.kernels import choose_backend
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.layer_attention import CacheAttention
@@ -52,7 +53,8 @@ class PagedGenerationCache(Cache):
         flat = copy.copy(tokens)
         for name in ("query", "key", "value", "decisions", "omega"):
             setattr(flat, name, _flatten(getattr(tokens, name), real))
-        return self._padded(layer_index, tokens.query, forward.attend(layer_index, flat, scaling, sinks=sinks))
+        attended = forward.attend(layer_index, flat, scaling, sinks=sinks)
+        return self._padded(layer_index, tokens.query.transpose(1, 2), attended[0].transpose(0, 1)).transpose(1, 2)
 
     def attend_plain(
         self,
@@ -68,33 +70,46 @@ class PagedGenerationCache(Cache):
         forward, real = self._pass(layer_index, value, attention_mask)
         flat_query, key, value = (_flatten(states, real) for states in (query, key, value))
         attended = forward.attend_plain(layer_index, flat_query, key, value, scaling, sinks=sinks)
-        return self._padded(layer_index, query, attended)
+        return self._padded(layer_index, query.transpose(1, 2), attended[0].transpose(0, 1)).transpose(1, 2)
 
-    def _pass(self, layer_index: int, value: Tensor, attention_mask: Tensor | None) -> tuple[PagedForward, Tensor]:
-        """Return the present pass, which the first layer begins, and which tokens are real, bool [B, T]."""
+    def run_recurrent(
+        self, layer_index: int, run: RunRecurrent, hidden_states: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `CompressedCache`."""
+        forward, real = self._pass(layer_index, hidden_states, attention_mask)
+        output = forward.run_recurrent(layer_index, run, hidden_states[real][None])
+        return self._padded(layer_index, hidden_states, output[0])
+
+    def _pass(self, layer_index: int, states: Tensor, attention_mask: Tensor | None) -> tuple[PagedForward, Tensor]:
+        """Return the present pass, which the first layer begins, and which tokens are real, bool [B, T].
+
+        Args:
+            layer_index: index of the layer.
+            states: any of [B, ..., T, channels].
+            attention_mask: see `CompressedCache.attend`.
+        """
         if layer_index == 0:
-            self._begin(value, attention_mask)
+            self._begin(len(states), states.shape[-2], states.device, attention_mask)
         assert self._forward is not None and self._real is not None
         return self._forward, self._real
 
-    def _padded(self, layer_index: int, query: Tensor, flat: Tensor) -> Tensor:
-        """Put a layer's output, [1, H_q, N, D], among the padding, [B, H_q, T, D]; the last layer ends the pass."""
+    def _padded(self, layer_index: int, like: Tensor, flat: Tensor) -> Tensor:
+        """Put a layer's output, [N, ...], among the padding, [B, T, ...] as `like`; the last layer ends the pass."""
         assert self._forward is not None and self._real is not None and self.paged is not None
-        attended = torch.zeros_like(query)
-        attended.transpose(1, 2)[self._real] = flat[0].transpose(0, 1)
+        output = torch.zeros_like(like)
+        output[self._real] = flat
         if layer_index == len(self._layout.places) - 1:
             self._forward.finish()
             self.paged.tokens_seen[self._forward.batch.rows] += torch.tensor(self._forward.batch.num_new)
-            self._num_columns += query.shape[2]
-        return attended
+            self._num_columns += like.shape[1]
+        return output
 
-    def _begin(self, value: Tensor, attention_mask: Tensor | None) -> None:
-        batch, _, num_new, _ = value.shape
+    def _begin(self, batch: int, num_new: int, device: torch.device, attention_mask: Tensor | None) -> None:
         if self.paged is None:
             self.paged = PagedCache(self._layout, batch, self._block_size)
             self._rows = [self.paged.open_row() for _ in range(batch)]
         if attention_mask is None:
-            self._real = torch.ones(batch, num_new, dtype=torch.bool, device=value.device)
+            self._real = torch.ones(batch, num_new, dtype=torch.bool, device=device)
         else:
             self._real = attention_mask[:, -num_new:].bool()
         counts = self._real.sum(-1).tolist()

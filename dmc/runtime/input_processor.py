@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,9 +13,10 @@ from dmc.compression.full_attention import context_length
 from dmc.policies import CachePolicy
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.options import SamplingParams
-from dmc.runtime.request import Request, Sequence
+from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, Sequence
 from dmc.runtime.sampling import new_generator
 from dmc.runtime.session import Session
+from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.text_stream import TextStream
 
 TOKEN_IDS = TypeAdapter(list[int])
@@ -48,6 +50,12 @@ def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int, begins_text
             f"tokens from {min(tokens)} to {max(tokens)} were given: the model knows 0 to {vocab_size - 1}"
         )
     return tokens
+
+
+def _check_are_several(texts: Collection[Any]) -> None:
+    """Raise TypeError if one text is given instead of a list."""
+    if isinstance(texts, str):
+        raise TypeError(f"prompts or continuations={texts!r:.80}: expected a list of texts, or of token ids")
 
 
 class InputProcessor:
@@ -112,6 +120,47 @@ class InputProcessor:
         self.check_can_start(request)
         return request
 
+    def continued(
+        self,
+        prompts: Collection[str | list[int]],
+        params: SamplingParams | list[SamplingParams] | None,
+        after: Collection[list[int]] | None,
+    ) -> list[Request]:
+        """Make the requests that continue prompts; see `Engine.generate`."""
+        _check_are_several(prompts)
+        if not isinstance(params, list):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        return [
+            self.request(question or prompt, settings, context=prompt if question else None)
+            for prompt, settings, question in zip(prompts, params, after or [[]] * len(prompts), strict=True)
+        ]
+
+    def scored(
+        self,
+        prompts: Collection[str | list[int] | Session],
+        continuations: Collection[str | list[int]],
+        keep: Keep,
+        after: Collection[list[int]] | None,
+    ) -> list[ForcedRequest]:
+        """Make the requests that score continuations; see `Engine.score_with_stats`."""
+        _check_are_several(prompts)
+        _check_are_several(continuations)
+        if len(prompts) != len(continuations):
+            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations: give as many of each")
+        requests = []
+        for prompt, between, continuation in zip(prompts, after or [[]] * len(prompts), continuations, strict=True):
+            tokens = self.encode(continuation, begins_text=False)
+            if isinstance(prompt, Session):
+                sequence = self.sequence(prompt)
+            else:
+                sequence = self.sequence(None, self.encode(prompt))
+            params = SamplingParams(max_new_tokens=len(tokens))
+            requests.append(ForcedRequest(sequence, list(between), params, forced=Forced(tokens, keep)))
+            self.check_can_start(requests[-1])
+        return requests
+
     def sequence(self, session: Session | None, context: list[int] | None = None) -> Sequence:
         """Return the sequence that a request continues: a session's, or a new one that begins with a context."""
         if session is not None:
@@ -131,11 +180,17 @@ class InputProcessor:
     def check_can_start(self, request: Request) -> None:
         """Raise ValueError if the request's session is busy, or the request can never fit the memory."""
         self._core.check_is_idle(request.sequence)
-        self._check_fits(len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1)
+        num_tokens = len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1
+        self._check_fits(num_tokens, request.sequence)
 
-    def _check_fits(self, num_tokens: int) -> None:
+    def _check_fits(self, num_tokens: int, sequence: Sequence) -> None:
         cache, limit = self._core.cache, context_length(self._model.config)
-        blocks = cache.blocks_for(num_tokens)
+        blocks, num_held = cache.blocks_for(num_tokens), sequence.num_computed_tokens
+        held: int | Snapshot | None = sequence.row
+        if held is None and sequence.base is not None and sequence.base.snapshot is not None:
+            held, num_held = sequence.base.snapshot, sequence.base.snapshot.tokens_seen
+        if not cache.grows and blocks > cache.allocator.num_blocks and held is not None:
+            blocks = cache.blocks_held(held) + cache.blocks_for(num_tokens - num_held)
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
                 f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "

@@ -22,13 +22,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dmc.compression import CompressionConfig, full_attention_tables, rotate
 from dmc.compression.full_attention import layer_windows, refuse_other_attention, rotates_full_layers
 from dmc.kernels.layout import CacheLayout
+from dmc.kernels.recurrent import state_fields
 from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import RotaryTables
 from dmc.ranks import ALONE
-from dmc.runtime.paged_forward import STOCK_ATTENTION
+from dmc.runtime.paged_forward import STOCK_ATTENTION, stock_recurrent
 
 COMPILED_VARIANTS = 64
 """Most graphs of one function in a process: each kind of layer of each model, with one sequence and with several."""
+ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+"""What modules of transformers import whose attention can be another function."""
 
 
 def view_of(model: Any) -> Any:
@@ -61,7 +64,7 @@ def _bound_to(view: nn.Module, module: nn.Module, value: Any) -> Any:
 
 
 def use_paged_attention(view: Any) -> None:
-    """Let a view of a stock model attend through the paged cache.
+    """Let a view of a stock model attend through the paged cache, and layers without attention keep their states there.
 
     No mask function is registered beside the attention function, so transformers builds no mask, whose size would be
     the square of a pass's tokens.
@@ -73,6 +76,10 @@ def use_paged_attention(view: Any) -> None:
                 copied[id(config)] = copy.deepcopy(config)
                 copied[id(config)]._attn_implementation = STOCK_ATTENTION
             module.config = copied[id(config)]
+    for module in view.modules():
+        if (recurrent := getattr(module, "linear_attn", None)) is not None:
+            run = recurrent.__dict__.get("forward") or functools.partial(type(recurrent).forward, recurrent)
+            recurrent.__dict__["forward"] = functools.partial(stock_recurrent, recurrent, run)
 
 
 def use_backend_linear(view: nn.Module, backend: ModuleType) -> None:
@@ -158,17 +165,27 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
     """Read a cache's shape off a model; a compressed one carries its gates' configuration, a policy its fields.
 
     Raises:
-        NotImplementedError: a stock model's attention is neither full causal attention nor a window's.
+        NotImplementedError: a stock model's attention is neither full causal attention nor a window's, or no layer has
+            any.
     """
     config = model.config
     compression = getattr(config, "compression", None)
     if compression is None:
         refuse_other_attention(config)
+        if not any(hasattr(sys.modules[type(part).__module__], ATTENTION_FUNCTIONS) for part in model.modules()):
+            raise NotImplementedError(
+                f"layer 0 of this {config.model_type} model computes its attention in a way of its own: expected a "
+                "model that takes the function from transformers' AttentionInterface"
+            )
     parameter = next(model.parameters())
     ranks = getattr(model, "ranks", ALONE)
     num_kv_heads = config.num_key_value_heads // ranks.size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = layer_windows(config)
+    if not any(window != 0 for window in windows):
+        raise NotImplementedError(
+            f"no layer of this {config.model_type} model has attention: expected one that keeps keys and values"
+        )
     layout = CacheLayout(
         num_layers=windows.count(None),
         num_kv_heads=num_kv_heads,
@@ -179,6 +196,7 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
         ranks=ranks,
         num_query_heads=config.num_attention_heads // ranks.size,
         windows=windows,
+        state_fields=state_fields(config, windows.count(0), parameter.dtype),
     )
     if policy is None:
         return layout

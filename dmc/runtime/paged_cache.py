@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
@@ -46,8 +47,9 @@ class PagedCache:
         more = int(recorded_length is not None)
         size = layout.num_layers, max_sequences + more
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
+        self.fields.widen("ring_tables", layout.ring_blocks(block_size))
         if num_blocks is not None and recorded_length is not None:
-            fitting = num_blocks * self.expected_ratio / (len(layout.places) * layout.num_kv_heads)
+            fitting = num_blocks * self.expected_ratio / (layout.num_paged_layers * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
@@ -55,12 +57,14 @@ class PagedCache:
             shape, sizes = (layout.num_kv_heads, 2, layout.head_dim), (layout.num_layers, max_sequences, block_size)
             self.slow = SlowPool(layout.offloaded, shape, layout.dtype, *sizes, CopyStream(layout.device))
         self.tokens_seen = torch.zeros(max_sequences, dtype=torch.long)
-        shape = len(layout.places), size[1], layout.num_kv_heads
+        shape = layout.num_paged_layers, size[1], layout.num_kv_heads
         self.tally = Tally(shape, block_size, layout.device)
         self._layers: dict[int, LayerCache] = {}
         self._sinks: dict[int, Tensor] = {}
         self.place = -1
         """Changes whenever tensors of the cache have moved."""
+        self.num_unread: int | Tensor = 0
+        """See `Cache` of `layer_attention.py`."""
         self._move()
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._grows_by_layer, self._room = False, 0
@@ -74,7 +78,7 @@ class PagedCache:
     @property
     def block_tables(self) -> Tensor:
         """Blocks of each head in order, int32 [L, C, H, M]: of layers without a window, as a policy counts them."""
-        return self.fields["block_tables"][: self.layout.num_layers]
+        return self.fields["block_tables"]
 
     @property
     def lengths(self) -> Tensor:
@@ -83,7 +87,7 @@ class PagedCache:
 
     @property
     def all_lengths(self) -> Tensor:
-        """Slots in pages of all layers, those with a window last, int32 [layers, C, H]."""
+        """Slots in pages of all layers with attention, those with a window last, int32 [layers, C, H]."""
         return self.fields["lengths"]
 
     @property
@@ -91,16 +95,22 @@ class PagedCache:
         """Bytes of one block, all that is kept for its slots included."""
         return self.layout.block_bytes(self.block_size)
 
-    def open_row(self, snapshot: Snapshot | None = None) -> int:
+    def open_row(self, snapshot: Snapshot | None = None, moves: bool = False) -> int:
         """Start an empty sequence, or one that goes on from a snapshot, and return its row.
+
+        It shares the snapshot's blocks, unless that `moves`: then it takes them over.
 
         Raises:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
-        states = None
-        if snapshot is not None:
-            tables = self._share(snapshot.states["block_tables"].clone(), snapshot.states["lengths"])
-            states = {**snapshot.states, "block_tables": tables}
+        states = None if snapshot is None else snapshot.states
+        if states is not None:
+            tables = states["block_tables"]
+            self._widen_tables(tables.shape[-1])
+            states = states if moves else {**states, "block_tables": self._share(tables.clone(), states["lengths"])}
+            full, rings = states["block_tables"].split([self.layout.num_layers, len(self.layout.rings)])
+            rings = rings[..., : self.layout.ring_blocks(self.block_size)]
+            states = {**states, "block_tables": full, "ring_tables": rings}
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -125,7 +135,7 @@ class PagedCache:
             OutOfBlocksError: too few blocks are free for copies of those that the sequence may write into.
         """
         assert self.slow is None, "what lies in the host's memory is never copied"
-        states, tokens_seen = self.fields.read_row(row), int(self.tokens_seen[row])
+        states, tokens_seen = self.read_row(row), int(self.tokens_seen[row])
         width = -(-int(states["lengths"].max()) // self.block_size)
         states["block_tables"] = states["block_tables"][..., :width].clone()
         if moves:
@@ -133,6 +143,16 @@ class PagedCache:
         else:
             states["block_tables"] = self._share(states["block_tables"], states["lengths"])
         return Snapshot(tokens_seen, states)
+
+    def read_row(self, row: int) -> dict[str, Tensor]:
+        """Copy a sequence's fields, [layers, ...] each; "block_tables" are those of all layers in one."""
+        states = self.fields.read_row(row)
+        return {**states, "block_tables": self._joined(states["block_tables"], states.pop("ring_tables"))}
+
+    def _joined(self, tables: Tensor, rings: Tensor) -> Tensor:
+        """Join tables of layers without a window, [L, H, M], and of those with one: [layers, H, the larger M]."""
+        width = max(tables.shape[-1], rings.shape[-1])
+        return torch.cat([pad(part, (0, width - part.shape[-1])) for part in (tables, rings)]) if len(rings) else tables
 
     def drop(self, snapshot: Snapshot) -> None:
         """Let go of a snapshot's blocks."""
@@ -147,10 +167,10 @@ class PagedCache:
         held = torch.cat(blocks).bincount(minlength=self.allocator.num_blocks)
         return int(((held > 0) & (held == self.allocator.extra + 1)).sum())
 
-    def blocks_to_share(self, row: int | None = None) -> int:
-        """Blocks that one more holder of what a row holds needs for itself, at most; under a policy all."""
-        if row is not None and self.layout.policy_fields:
-            return self.blocks_held(row)
+    def blocks_to_share(self, held: int | Snapshot | None = None) -> int:
+        """Blocks that one more holder of what a row or snapshot holds needs for itself, at most; under a policy all."""
+        if held is not None and self.layout.policy_fields:
+            return self.blocks_held(held)
         rings = sum(-(-ring // self.block_size) for ring in self.layout.rings)
         return (self.layout.num_layers + rings) * self.layout.num_kv_heads
 
@@ -171,15 +191,18 @@ class PagedCache:
         is_shared = index < closed[..., None]
         is_open = (index < -(-lengths // self.block_size)[..., None]) & ~is_shared
         old = tables[is_open].long()
-        missing = old.numel() - self.allocator.num_free
-        if missing > 0:
-            self._grow_pool(missing)
-        fresh = self.allocator.allocate(old.numel())
+        fresh = self.take(old.numel())
         self.fields.copy_blocks(old, fresh.long())
         self.allocator.share(tables[is_shared])
         tables[is_open] = fresh
         self.free.count()
         return tables
+
+    def take(self, num_blocks: int) -> Tensor:
+        """Take free blocks, int32 [num_blocks], see `BlockAllocator.allocate`; a pool that grows makes them."""
+        if (missing := num_blocks - self.allocator.num_free) > 0:
+            self._grow_pool(missing)
+        return self.allocator.allocate(num_blocks)
 
     def reset(self) -> None:
         """End every sequence, whatever state an interrupted forward pass has left behind."""
@@ -190,10 +213,12 @@ class PagedCache:
         if self.slow is not None:
             for row in self._free_rows:
                 self.slow.free(row)
-        self.free.note(self.allocator.num_blocks)  # not asked of the other ranks: this one may have failed alone
+        # this rank may have failed alone, so the others are asked later; pools that grow are not equally large
+        self.free.note(0, torch.arange(len(self.tokens_seen)))
 
     def _owned_blocks(self, row: int) -> Tensor:
-        return self._blocks_of(self.fields["block_tables"][:, row], self.all_lengths[:, row])
+        tables = self._joined(self.fields["block_tables"][:, row], self.fields["ring_tables"][:, row])
+        return self._blocks_of(tables, self.all_lengths[:, row])
 
     def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
         return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
@@ -206,13 +231,14 @@ class PagedCache:
 
     def _view(self, index: int) -> LayerCache:
         fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
+        apart = of_policy | {field.name for field in self.layout.state_fields} | {"ring_tables"}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
             sinks=self._sinks.get(index),
             entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
-            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in of_policy},
+            **{name: self._of_layer(name, index) for name in fields.names("row") if name not in apart},
         )
 
     def set_sinks(self, index: int, sinks: Tensor | None) -> None:
@@ -223,6 +249,8 @@ class PagedCache:
 
     def _of_layer(self, name: str, index: int) -> Tensor:
         """Return a layer's part of a row's field; layers with a window have nothing to remember beside their pages."""
+        if name == "block_tables" and index >= self.layout.num_layers:
+            return self.fields["ring_tables"][index - self.layout.num_layers]
         states = self.fields[name]
         return states[index] if index < len(states) else states.new_empty(0)
 
@@ -241,7 +269,7 @@ class PagedCache:
         """Tokens of one more sequence that fit beside all that, at least 1 that may not."""
         self.free.count()
         left = self.free.known - self.free.needed(self.all_lengths[:, rows], num_new)
-        return max(left // (len(self.layout.places) * self.layout.num_kv_heads) * self.block_size, 1)
+        return max(left // (self.layout.num_paged_layers * self.layout.num_kv_heads) * self.block_size, 1)
 
     @property
     def expected_ratio(self) -> float:
@@ -260,15 +288,15 @@ class PagedCache:
         self.free.count()
         return num_blocks <= self.free.known
 
-    def blocks_held(self, row: int) -> int:
-        """Blocks of a sequence, shared ones too; the most of any rank."""
-        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel(), "max")
+    def blocks_held(self, held: int | Snapshot) -> int:
+        """Blocks of a row or snapshot, shared ones too; the most of any rank."""
+        lengths = held.states["lengths"] if isinstance(held, Snapshot) else self.all_lengths[:, held]
+        return self.layout.ranks.all_reduce(int((-(-lengths // self.block_size)).sum()), "max")
 
     def surely_fits(self, rows: Tensor, length: int) -> bool:
         """Whether feeding one token to each row, of up to `length` then, fits without asking or moving anything."""
-        if not self.layout.num_layers:
-            length = min(length, max(self.layout.rings))
-        return self.free.left_after(rows, 1) >= 0 and length <= self.block_tables.shape[-1] * self.block_size
+        has_room = not self.layout.num_layers or length <= self.block_tables.shape[-1] * self.block_size
+        return self.free.left_after(rows, 1) >= 0 and has_room
 
     def reserve(self, rows: list[int] | Tensor, num_new: list[int] | Tensor) -> None:
         """Make sure that a forward pass over these tokens cannot run out of blocks or of table space halfway.
@@ -289,10 +317,11 @@ class PagedCache:
                 self._grow_pool(missing)
                 self.free.count()
         self.free.fed_since[rows] += num_new
-        most_tokens = int((self.tokens_seen[rows] + num_new).max())
-        if not self.layout.num_layers:
-            most_tokens = min(most_tokens, max(self.layout.rings))
-        if (wanted := -(-most_tokens // self.block_size)) > (width := self.fields["block_tables"].shape[-1]):
+        most_tokens = int((self.tokens_seen[rows] + num_new).max()) if self.layout.num_layers else 0
+        self._widen_tables(-(-most_tokens // self.block_size))
+
+    def _widen_tables(self, wanted: int) -> None:
+        if wanted > (width := self.fields["block_tables"].shape[-1]):
             self.fields.widen("block_tables", max(wanted, 2 * width))
             self._move()
 
@@ -342,7 +371,8 @@ class PagedCache:
         self._layers.clear()
         self.place += 1
         if self.scratch_row is not None:
-            self.fields["block_tables"][:, self.scratch_row, :, 0] = self.allocator.num_blocks
+            for name in ("block_tables", "ring_tables"):
+                self.fields[name][:, self.scratch_row, :, :1] = self.allocator.num_blocks
 
     def positions_held(self, row: int) -> list[list[Tensor]]:
         """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.
@@ -367,7 +397,7 @@ class PagedCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence beside its pages: raw history, means, lengths, block tables, what a policy keeps."""
+        """Bytes of one sequence beside its pages: raw history, means, lengths, tables, states, what a policy keeps."""
         return self.fields.row_bytes
 
     def bytes_allocated(self, row: int) -> int:

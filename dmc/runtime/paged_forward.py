@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
+from dmc.compression.base import RunRecurrent
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
+from dmc.kernels.recurrent import run_layer
 from dmc.policies.layer_attention import CacheAttention, RotaryTables
 from dmc.runtime.paged_cache import PagedCache
 
@@ -138,15 +140,31 @@ class PagedForward:
         attended = attend(place, self.batch, flat(query), tokens, scaling)
         return attended.transpose(0, 1)[None]
 
-    def _check_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse a stock model's layer whose calls differ from its configuration."""
-        layout = self.cache.layout
+    def run_recurrent(
+        self, layer_index: int, run: RunRecurrent, hidden_states: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """See `CompressedCache.run_recurrent`; batch size 1, all sequences in one flat row.
+
+        Raises:
+            NotImplementedError: layers do not come one after the other.
+        """
+        self._take_turn(layer_index)
+        cache = self.cache
+        place = cache.layout.places[layer_index] - cache.layout.num_paged_layers
+        return run_layer(run, hidden_states[0], self.batch, cache.fields, place, writes=True)[None]
+
+    def _take_turn(self, layer_index: int) -> None:
         if layer_index != self._num_attended:
             raise NotImplementedError(
                 f"layer {layer_index} asks the paged cache where layer {self._num_attended} was due: expected every "
                 "layer once, one after the other"
             )
         self._num_attended += 1
+
+    def _check_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse a stock model's layer whose calls differ from its configuration."""
+        layout = self.cache.layout
+        self._take_turn(layer_index)
         heads = (layout.num_kv_heads, layout.head_dim)
         if key.shape[1::2] != heads or value.shape[1::2] != heads or query.shape[-1] != layout.head_dim:
             raise NotImplementedError(
@@ -214,6 +232,32 @@ def stock_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attended = paged_cache.attend_plain(index, query, key, value, scaling, sinks=s_aux)
     return attended.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def stock_recurrent(
+    module: nn.Module,
+    run: Callable[..., Tensor],
+    hidden_states: Tensor,
+    paged_cache: PagedForward | None = None,
+    **_: Any,
+) -> Tensor:
+    """Run a stock model's layer without attention from the states in the engine's cache. No part of compiled layers.
+
+    Args:
+        module: the layer.
+        run: its own forward.
+        hidden_states: its input, [1, T, hidden].
+        paged_cache: the keyword that the engine adds to the model's own.
+    Returns:
+        [1, T, hidden].
+    Raises:
+        NotImplementedError: the model does not hand on the cache.
+    """
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    if paged_cache is None:
+        raise NotImplementedError(f"layer {index} of this model has no attention, and is not handed the paged cache")
+    return paged_cache.run_recurrent(index, lambda states, kept: run(states, cache_params=kept), hidden_states)
 
 
 AttentionInterface.register(STOCK_ATTENTION, stock_attention)

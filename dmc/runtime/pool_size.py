@@ -11,11 +11,14 @@ import torch
 
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.probabilities import QUERY_BLOCK
+from dmc.kernels.recurrent import RECURRENT_STATE
 
 AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that "auto" gives to pages and activations; the rest covers the allocator's fragmentation
 and, on a CPU, other programs."""
 
+RECURRENT_CHUNK = 64
+"""Tokens that transformers' gated delta net takes together."""
 TABLE_BYTES = 4
 """Of a block's number in a table."""
 
@@ -69,6 +72,10 @@ class Activations:
         layer = (
             size * (5 * config.hidden_size + max(6 * attention, 4 * width)) + 8 * config.hidden_size
         )  # norms: float32
+        for field in layout.state_fields:
+            if field.name == RECURRENT_STATE:  # queries, keys and values in float32, and products within chunks
+                heads_of_states, key_dim, value_dim = field.shape
+                layer += 4 * heads_of_states * (6 * (key_dim + value_dim) + 4 * RECURRENT_CHUNK)
         states, of_token = size * config.hidden_size, (size + 8) * config.vocab_size
         logits = of_token * (num_tokens if num_logits is None else num_logits)
         tokens = max(layer * num_tokens, states * num_tokens + logits)
@@ -99,6 +106,7 @@ def pool_bytes(
     most: int,
     activations: Activations,
     tables: Tables = Tables(),
+    states: int = 0,
 ) -> int | None:
     """Turn a `memory=` setting into bytes.
 
@@ -109,12 +117,13 @@ def pool_bytes(
         most: upper limit of "auto" in bytes.
         activations: memory that "auto" leaves for passes.
         tables: memory that "auto" leaves for block tables.
+        states: bytes that "auto" leaves for the states of layers without attention.
     Returns:
         Bytes for pages; None: no limit.
     """
     if isinstance(memory, str):
         free, engines = free_bytes(device), int(memory.partition("/")[2] or 1)
-        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines
+        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines - states
         chosen = min(tables.room(activations.room(usable)), most)
         logger.info(
             "memory=%s: %d bytes for the cache's pages, of %d that are free on %s", memory, chosen, free, device

@@ -29,8 +29,9 @@ class PrefixCache:
     """Keeps snapshots of sequences after a prefix, for others that begin alike; evicts the least recently used first.
 
     A gate's decision is a function of the tokens so far, so that a snapshot serves every sequence with the same tokens.
-    That of a full cache, within all windows, also serves every shorter prefix of whole blocks; else snapshots are taken
-    where prompts diverge and where chunks end. Blocks that only snapshots hold count as free.
+    That of a full cache, within all windows, also serves every shorter prefix of whole blocks; else, as where layers
+    without attention hold the states of its end, snapshots are taken where prompts diverge and where chunks end. Blocks
+    that only snapshots hold count as free.
 
     Args:
         cache: cache of the sequences, without a policy.
@@ -158,7 +159,8 @@ class PrefixCache:
         hashes, tail = self._hashes(sequence, end), tuple(sequence.tokens[end - end % self._block_size : end])
         keys: set[Key] = {(hashes[-1], tail)}
         layout = self._cache.layout
-        if layout.compression is None and all(end <= ring for ring in layout.rings):  # which have overwritten nothing
+        is_whole = layout.compression is None and not layout.state_fields
+        if is_whole and all(end <= ring for ring in layout.rings):  # which have overwritten nothing
             keys |= {(block_hash, ()) for block_hash in hashes[LEAST_BLOCKS - 1 :]}
         self._keys[snapshot] = list(keys)
         for here, rest_of_it in keys:

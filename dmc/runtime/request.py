@@ -14,11 +14,20 @@ from dmc.kernels.batch import GENERATED, Phase
 from dmc.runtime.generation import FinishReason, Generation, GenerationStats, Step
 from dmc.runtime.options import SamplingParams
 from dmc.runtime.sampling import History
+from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.tally import Held
 from dmc.runtime.text_stream import TextStream
 
 DRAWS = 32
 """Uniform numbers that a request draws at a time, the same as one by one."""
+
+
+@dataclass(eq=False)
+class Base:
+    """What a frozen sequence has left to others, which go on from it when they get a row."""
+
+    snapshot: Snapshot | None
+    """None: it is lost, or was dropped."""
 
 
 @dataclass(eq=False)
@@ -39,6 +48,8 @@ class Sequence:
     """Cache row; None: nothing is cached."""
     num_computed_tokens: int = 0
     """Number of leading tokens that are cached."""
+    base: Base | None = None
+    """What it goes on from instead of computing its first tokens; None: nothing."""
     blocks_to_return: int = 0
     """Blocks that must be free before it continues after a preemption; 0: it was not preempted."""
     num_reused: int = 0
@@ -59,6 +70,11 @@ class Sequence:
     def prompt_end(self) -> int:
         """End of the prompt that is being fed, or was fed last; 0 before any."""
         return max((end for begin, end in self.prompts if begin <= self.num_computed_tokens), default=0)
+
+    @property
+    def is_inside_prompt(self) -> bool:
+        """Whether a part of a prompt has been fed, of which a policy has its own state beside the cache."""
+        return any(begin < self.num_computed_tokens < end for begin, end in self.prompts)
 
     def copy(self) -> Sequence:
         """Return a new sequence with the same tokens and nothing in the cache."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dmc.kernels.batch import GENERATED, Phase
 from dmc.policies import CachePolicy
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.prefix_cache import PrefixCache
-from dmc.runtime.request import Sequence
+from dmc.runtime.request import Base, Sequence
 from dmc.runtime.snapshot import Snapshot
 
 RESERVE = 2
@@ -64,6 +65,8 @@ class Scheduler:
         """Running sequences, in the order of admission."""
         self.resting: list[Sequence] = []
         """Kept sequences with a row that do not run, or wait to run; the least recently used first."""
+        self.bases: list[Base] = []
+        """What frozen sequences hold; it has no row, and is not evicted."""
         self.outgrown: Sequence | None = None
         """Sequence whose next token does not fit the whole memory; the caller of `next_chunks` removes it."""
 
@@ -121,11 +124,22 @@ class Scheduler:
         """Free blocks of idle sequences except `sequence`, or of all but the latest prefixes; False: there are none."""
         return (self.prefixes is not None and self.prefixes.reclaim(keep)) or self._evict_another(sequence)
 
+    def why_not_shared(self, sequence: Sequence) -> str | None:
+        """Return why copies of a sequence's fields and blocks are not all that it goes on from, or None."""
+        if sequence.row is None or sequence.num_computed_tokens == 0:
+            return "the session holds nothing, or has given its blocks to others: give it a turn first"
+        if self.policy is None:
+            return None
+        if not self.policy.can_fork:
+            return f"policy={type(self.policy).__name__}: it keeps a part of its state outside the pages; use another"
+        halfway = "the session's last prompt was aborted halfway: give it another turn first"
+        return halfway if sequence.is_inside_prompt else None
+
     def fork(self, sequence: Sequence, others: list[Sequence]) -> None:
         """Let others continue from the cache of a running or resting sequence; else they recompute it."""
         cache, waiting, rests = self.cache, deque(others), sequence in self.resting
         assert sequence.row is not None
-        while (self.policy is None or self.policy.can_fork) and waiting and cache.num_free_rows:
+        while self.why_not_shared(sequence) is None and waiting and cache.num_free_rows:
             if not cache.has_free(2 * cache.blocks_to_share(sequence.row)):  # for a snapshot too
                 if self._make_room(sequence):
                     continue
@@ -135,8 +149,29 @@ class Scheduler:
             cache.drop(snapshot)
             cache.tally.open_row(other.row, other.held)
             (self.resting if rests else self.running).append(other)
-        if not rests:
+        if rests:  # as it has been used
+            self.resting.remove(sequence)
+            self.resting.append(sequence)
+        else:
             self.waiting.extendleft(reversed(waiting))
+
+    def adopt(self, sequence: Sequence, num_blocks: int, open_row: Callable[[], int]) -> bool:
+        """Let a sequence rest whose cache comes from elsewhere; False: there is no room, it is computed again.
+
+        Args:
+            sequence: it is on no list.
+            num_blocks: blocks that its cache takes.
+            open_row: fills them and returns their row.
+        """
+        cache, num_blocks = self.cache, self.cache.layout.ranks.all_reduce(num_blocks, "max")
+        while cache.num_free_rows == 0 or not cache.has_free(num_blocks):
+            if not (self._make_room(sequence) if cache.num_free_rows else self._evict_another(sequence)):
+                return False
+        sequence.row = open_row()
+        sequence.num_computed_tokens = int(cache.tokens_seen[sequence.row])
+        cache.tally.open_row(sequence.row, sequence.held)
+        self.resting.append(sequence)
+        return True
 
     def finish(self, sequence: Sequence, cache_is_valid: bool = True) -> None:
         """Remove a sequence; its blocks are freed, or if it is kept, rest until they are needed.
@@ -187,6 +222,9 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self.resting.clear()
+        for base in self.bases:
+            base.snapshot = None
+        self.bases.clear()
         if self.prefixes is not None:
             self.prefixes.clear()
         self.cache.reset()
@@ -251,8 +289,10 @@ class Scheduler:
             if not self._evict_another(sequence):
                 return False
         prefix = self._prefix_of(sequence)
-        while prefix is not None and not self._fits(others, self.cache.blocks_to_share()):
-            prefix = self._prefix_of(sequence) if self._make_room(sequence, keep=1) else None
+        while prefix is not None and not self._fits(others, self.cache.blocks_to_share(prefix)):
+            if not (has_room := self._make_room(sequence, keep=1)) and sequence.base is not None and self.running:
+                return False  # until these have ended: alone it may need more than what it goes on from
+            prefix = self._prefix_of(sequence) if has_room else None
         sequence.row, sequence.num_computed_tokens = (
             self.cache.open_row(prefix),
             0 if prefix is None else prefix.tokens_seen,
@@ -264,9 +304,11 @@ class Scheduler:
 
     def _prefix_of(self, sequence: Sequence) -> Snapshot | None:
         """Return the snapshot that a sequence without a row continues from, if any."""
-        if sequence.row is not None or self.prefixes is None:
+        if sequence.row is not None:
             return None
-        prefix = self.prefixes.find(sequence)
+        prefix = None if sequence.base is None else sequence.base.snapshot
+        if prefix is None and self.prefixes is not None:
+            prefix = self.prefixes.find(sequence)
         sequence.num_computed_tokens = 0 if prefix is None else prefix.tokens_seen
         return prefix
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats
 from dmc.runtime.options import SamplingParams
-from dmc.runtime.request import Sequence, TokenEvent
+from dmc.runtime.request import Base, Sequence, TokenEvent
 
 
 class Session:
@@ -102,6 +102,16 @@ class Session:
         (other.sequence,) = self.core.copies(self.idle_sequence(), 1)
         return other
 
+    def freeze(self) -> FrozenSession:
+        """End the session, and leave what it holds to others: see `FrozenSession`.
+
+        Raises:
+            ValueError: it holds nothing, its last turn has not finished, or its policy keeps state outside the pages.
+        """
+        frozen = FrozenSession(self, self.core.freeze(self.idle_sequence()))
+        self.close()
+        return frozen
+
     def positions_held(self) -> list[list[Tensor]]:
         """List the positions of the tokens held, by layer and KV head, int64 [n], ascending.
 
@@ -117,3 +127,36 @@ class Session:
         """End the session: abort a running turn and free the blocks. May be called twice."""
         self.is_closed, self.sequence.kept = True, False
         self.core.close(self.sequence)
+
+
+class FrozenSession:
+    """What a session held, kept for others to go on from: blocks that are not given up, and no row.
+
+    Args:
+        session: what was frozen.
+        base: what it held.
+    """
+
+    def __init__(self, session: Session, base: Base) -> None:
+        self._engine, self._core, self._sequence, self._base = session.engine, session.core, session.sequence, base
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompts and continuations of all turns."""
+        return list(self._sequence.tokens)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its blocks are gone, by `close` or because a pass has failed: sessions compute its tokens again."""
+        return self._base.snapshot is None
+
+    def session(self) -> Session:
+        """Return a session that goes on from here; it takes a row, and shares the blocks, when its turn is admitted."""
+        other = Session(self._engine, self._core)
+        other.sequence = self._sequence.copy()
+        other.sequence.kept, other.sequence.base = True, self._base
+        return other
+
+    def close(self) -> None:
+        """Free the blocks that nobody else holds. May be called twice."""
+        self._core.drop(self._base)

@@ -163,7 +163,7 @@ class Answer:
         }
         if self._request.stream_options.continuous_usage_stats and stats:
             dmc_stats |= {"slots_by_head": stats[0].slots.tolist(), "tokens_seen": stats[0].tokens_seen}
-        num_prompt_tokens = sum(len(job.prompt) for job in self._jobs)
+        num_prompt_tokens = sum(job.num_carried + len(job.prompt) for job in self._jobs)
         num_cached = sum(job.request.sequence.num_reused for job in self._jobs if job.request is not None)
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -254,13 +254,17 @@ class LocalService:
             tokens = request.tokens and await asyncio.to_thread(encode_prompt, request.tokens, engine, "tokens")
             yield json.dumps({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
             return
+        num_carried = self._num_carried(request)
         prompts = await asyncio.to_thread(encode_prompts, request, engine)
-        params = [sampling_params(request, len(prompt), engine, max_model_len) for prompt in prompts]
+        lengths = [num_carried + len(prompt) for prompt in prompts]
+        params = [sampling_params(request, length, engine, max_model_len) for length in lengths]
         events: asyncio.Queue[JobEvent] = asyncio.Queue()
         shared: Any = {
             "events": events,
             "loop": asyncio.get_running_loop(),
             "question_tokens": request.question_tokens,
+            "cache_id": request.cache_id,
+            "num_carried": num_carried,
             "reports_cache": request.stream_options.continuous_usage_stats,
         }
         jobs = [Job(model, prompts[index], params[index], index, **shared) for index in range(len(prompts))]
@@ -277,6 +281,24 @@ class LocalService:
             raise APIError(404, message, "model", "model_not_found")
         return engine
 
+    def _num_carried(self, request: Any) -> int:
+        """Return the number of tokens of the carried cache that a request names; 0: it names none.
+
+        Raises:
+            APIError: there is no such cache, or the request cannot go on from one.
+        """
+        if request.cache_id is None:
+            return 0
+        caches = self.worker.caches[request.model]
+        if (cache := caches.get(request.cache_id)) is None:
+            message = f"{request.model!r} has no cache {request.cache_id!r:.100}: "
+            message += f"expected one of {', '.join(caches)}" if caches else "none was loaded, see caches="
+            raise APIError(404, message, "cache_id", "cache_not_found")
+        for name, expected in (("n", 1), ("question_tokens", 0)):
+            if (value := getattr(request, name)) != expected:
+                raise APIError(400, f"{name}={value}: with a cache_id expected {expected}", name)
+        return cache.num_tokens
+
     def _about(self, model: str) -> dict[str, Any]:
         engine = self._engine(model)
         method = "Full cache" if engine.cache.layout.compression is None else "Learned gates"
@@ -286,4 +308,5 @@ class LocalService:
             "max_model_len": self.worker.max_model_len[model],
             "chat_template": bool(getattr(engine.tokenizer, "chat_template", None)),
             "about": method,
+            "caches": {name: cache.num_tokens for name, cache in self.worker.caches[model].items()},
         }

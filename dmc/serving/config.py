@@ -47,6 +47,8 @@ class ServedModel:
     """Budget of the policy: a ratio, or tokens:N."""
     memory: StrictInt | StrictFloat | str | None = None
     """Memory of its cache, see `Engine`; None: its share of what is free when it starts."""
+    caches: Named[str] = field(default_factory=dict)
+    """Folders that `Engine.save` has written, by the `cache_id` with which requests go on from them."""
 
 
 @checked_dataclass(frozen=True)
@@ -95,6 +97,10 @@ class ServeConfig:
         return keys
 
 
+OF_MODEL = ("policy", "budget", "name", "caches")
+"""Settings that describe `model`."""
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches an address."""
     try:
@@ -110,16 +116,17 @@ def read_config(values: dict[str, Any]) -> ServeConfig:
         ValueError: a setting is unknown or out of range, or describes no model.
     """
     values = dict(values)
-    path, policy, budget, name = (values.pop(key, None) for key in ("model", "policy", "budget", "name"))
+    path, policy, budget, name, caches = (values.pop(key, None) for key in ("model", *OF_MODEL))
     loading: dict[str, Any] = {key: values.pop(key) for key in ("dtype", "revision") if key in values}
     models = {
         key: {"path": model} if isinstance(model, str) else model for key, model in (values["models"] or {}).items()
     }
     if path:
         name = name or "-".join(part for part in Path(path).parts[-2:] if part != "/")
-        models = {name: {"path": path, "policy": policy or "full", "budget": budget, **loading}, **models}
-    elif budget is not None or policy:
-        raise ValueError("policy= and budget= belong to model=DIR: give it, or write them into models=")
+        own = {"path": path, "policy": policy or "full", "budget": budget, "caches": caches or {}, **loading}
+        models = {name: own, **models}
+    elif budget is not None or policy or caches:
+        raise ValueError("policy=, budget= and caches= belong to model=DIR: give it, or write them into models=")
     return build_config(ServeConfig, values | {"models": models})
 
 
@@ -130,7 +137,8 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
         config: configuration of the server.
         policies: folder of the policies' settings.
     Raises:
-        ValueError, OSError: see `load_with_tokenizer`, `policy_from_config` and `Engine`; a model has no tokenizer.
+        ValueError, OSError: see `load_with_tokenizer`, `policy_from_config`, `Engine` and `Engine.load`; a model has no
+            tokenizer.
     """
     built = {}  # before anything is loaded
     for name, served in config.models.items():
@@ -148,7 +156,8 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
             if isinstance(memory, int | float):
                 memory = memory // len(built) if isinstance(memory, int) else memory / len(built)
         engines[name] = Engine(model, tokenizer, built[name], memory=memory, **config.engine)
-    return Worker(engines, config.max_waiting, Ranks.new_gloo_group())
+    caches = {name: served.caches for name, served in config.models.items()}
+    return Worker(engines, config.max_waiting, Ranks.new_gloo_group(), caches)
 
 
 def _load(path: str, dtype: str, revision: str | None) -> tuple[Any, Any]:

@@ -116,6 +116,8 @@ class GenerationRequest(Body):
     """Keys of JSON are text."""
     question_tokens: NonNegative = 0
     """Number of last tokens that are computed after a policy has compressed the tokens before them."""
+    cache_id: str | None = None
+    """Name of a carried cache that the prompt follows; None: the prompt begins a text."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -247,13 +249,16 @@ def encode_prompts(request: GenerationRequest, engine: Engine) -> list[list[int]
     if isinstance(request, CompletionRequest):
         prompt: Any = request.prompt
         prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        return [encode_prompt(prompt, engine, "prompt") for prompt in prompts]
+        begins_text = request.cache_id is None
+        return [encode_prompt(prompt, engine, "prompt", begins_text) for prompt in prompts]
     assert isinstance(request, ChatRequest)
     if not getattr(engine.tokenizer, "chat_template", None):
         raise APIError(400, f"{request.model!r} has no chat template: use /v1/completions", "messages")
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     options = {"add_generation_prompt": True, "return_dict": False}
     tokens = _for_field("messages", lambda: engine.tokenizer.apply_chat_template(messages, **options))
+    if request.cache_id is not None and tokens[:1] == [engine.tokenizer.bos_token_id]:
+        tokens = tokens[1:]  # the cache has begun the text
     return [encode_prompt(tokens, engine, "messages")]
 
 

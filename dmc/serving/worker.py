@@ -10,15 +10,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
 from dmc.compression.full_attention import context_length
 from dmc.ranks import Ranks
-from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, TokenEvent
+from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, Session, TokenEvent
 from dmc.serving.metrics import Metrics
 from dmc.serving.requests import APIError, bad_value
 
@@ -37,6 +39,31 @@ def engines_stopped() -> APIError:
     return APIError(503, "the engines have stopped", None, "engine_stopped")
 
 
+class ServedCache:
+    """A carried cache that requests go on from, each by itself; it stays in memory.
+
+    Args:
+        engine: engine that serves its model.
+        folder: what `Engine.save` has written.
+    Raises:
+        ValueError, OSError: see `Engine.load` and `Session.freeze`.
+    """
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+        self._frozen = engine.load(folder).freeze()
+        self.num_tokens = len(self._frozen.tokens)
+
+    def session(self) -> Session:
+        """Return a session that goes on from it; what a failed pass has emptied is read again."""
+        if self._frozen.is_lost:
+            try:
+                self._frozen = self._engine.load(self._folder).freeze()
+            except (ValueError, OSError):  # the session is computed from its tokens
+                logger.warning("%s could not be read again", self._folder, exc_info=True)
+        return self._frozen.session()
+
+
 @dataclass(eq=False)
 class Job:
     """One prompt of a client's request, and the queue of its token events, stats, and final generation or error."""
@@ -50,11 +77,17 @@ class Job:
     """`events` and `loop` are None on ranks that receive no requests."""
     question_tokens: int = 0
     """Number of last tokens that are computed after a policy has compressed the tokens before them."""
+    cache_id: str | None = None
+    """Name of the carried cache that the prompt follows."""
+    num_carried: int = 0
+    """Tokens of that cache."""
     reports_cache: bool = False
     """Whether the client asked for the cache's contents while tokens are generated."""
     job_id: int = -1
     request: Any = None
     """The engine's request; None: not submitted yet."""
+    session: Session | None = None
+    """Goes on from the carried cache."""
     arrival_time: float = field(default_factory=time.monotonic)
     last_token_time: float = 0.0
     last_snapshot_time: float = 0.0
@@ -67,10 +100,23 @@ class Worker:
         engines: engines by served name; they may share models.
         max_waiting: maximum number of waiting requests per name.
         ranks: ranks over which the models are split; the first one receives requests.
+        caches: folders of carried caches, by name for each served name.
+    Raises:
+        ValueError, OSError: see `Engine.load`.
     """
 
-    def __init__(self, engines: dict[str, Engine], max_waiting: int, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        max_waiting: int,
+        ranks: Ranks | None = None,
+        caches: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.engines, self.metrics, self.ranks = engines, Metrics(), ranks or Ranks()
+        self.caches = {
+            model: {name: ServedCache(engine, Path(folder)) for name, folder in caches.get(model, {}).items()}
+            for model, engine in engines.items()
+        }
         self.max_model_len = {model: max_model_len(engine) for model, engine in engines.items()}
         self.num_unfinished = dict.fromkeys(engines, 0)
         self.failure: BaseException | None = None
@@ -165,7 +211,9 @@ class Worker:
             if engine.policy is not None:  # only policies compress at a prompt's end
                 end -= min(job.question_tokens, end - 1)
             try:
-                job.request = engine.submit(job.prompt[:end], job.params, after=job.prompt[end:])
+                if job.cache_id is not None:
+                    job.session = self.caches[job.model][job.cache_id].session()
+                job.request = engine.submit(job.prompt[:end], job.params, job.session, after=job.prompt[end:])
             except Exception as error:  # every rank raises the same error
                 self._close(job, bad_value(error))
         elif message is not None and (aborted := self._jobs.get(message)) is not None:
@@ -207,6 +255,8 @@ class Worker:
 
     def _close(self, job: Job, result: APIError | Generation) -> None:
         del self._jobs[job.job_id]
+        if job.session is not None and self.failure is None:
+            job.session.close()
         self._events.append((job, result))
 
     def _publish(self) -> None:

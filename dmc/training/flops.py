@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dmc.compression.full_attention import layer_windows
 from dmc.training.config import RunConfig
+from dmc.training.layer_kinds import has_experts, layer_kinds, with_layers
+
+COUNTED_ATTENTION, ADAPTER = "dmc_counted", "gate_adapter"
 
 PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
     ("GB200", 2500, 80), ("B200", 2250, 75), ("GH200", 989.4, 66.9), ("H200 NVL", 835.5, 60), ("H200", 989.4, 66.9),
@@ -26,7 +33,8 @@ PEAK_TERAFLOPS: tuple[tuple[str, float | None, float], ...] = (
 def run_flops_per_token(config: RunConfig, model: PretrainedConfig) -> float:
     """Count the floating-point operations of one token of a run: see `flops_per_token`, and a teacher's forward.
 
-    Weights that `training.gates_only` freezes need no gradient: two thirds of the operations are left.
+    Weights that `training.gates_only` freezes need no gradient: two thirds of the operations are left, and of layers
+    below the first gate one third.
 
     Args:
         config: the run.
@@ -34,56 +42,96 @@ def run_flops_per_token(config: RunConfig, model: PretrainedConfig) -> float:
     """
     gates, length = config.gates, config.training.sequence_length
     parts: tuple[str, ...] = ("",)
+    layers: list[int] | None = None
     if gates is not None and config.training.gates_only:
-        neuron = ("q_proj", "k_proj") if gates.borrows_neuron else ()
-        # A norm has no product, and the gradient flows to it as to an adapter.
-        parts = (*neuron, *(("input_layernorm",) if gates.has_adapter else ()))
-    needed = flops_per_token(model, length, parts)
+        parts = (
+            *(("q_proj", "qkv_proj") if gates.borrows_neuron else ()),
+            *(("k_proj",) if gates.borrows_key_neuron else ()),
+        )
+        parts += (ADAPTER,) if gates.has_adapter else ()
+        layers = [index for index, window in enumerate(layer_windows(model)) if window is None]
+    needed = flops_per_token(model, length, parts, layers)
     return needed if config.distillation is None else needed + flops_per_token(model, length, ())
 
 
-def flops_per_token(config: PretrainedConfig, sequence_length: int, trained: tuple[str, ...] = ("",)) -> float:
+def flops_per_token(
+    config: PretrainedConfig,
+    sequence_length: int,
+    trained: tuple[str, ...] = ("",),
+    trained_layers: Sequence[int] | None = None,
+) -> float:
     """Count the floating-point operations of the stock model's forward and backward for one token.
 
-    Causal attention counts in full, and neither recomputed activations nor the compression count, as is usual for MFU
-    (PaLM, arXiv:2204.02311, appendix B). Of experts those count that a token is sent to.
+    Causal attention counts in full, in a layer with a window as many keys as it has. Neither recomputed activations nor
+    the compression count, as is usual for MFU (PaLM, arXiv:2204.02311, appendix B). Of experts those count that a token
+    is sent to.
 
     Args:
         config: configuration of a model of a family in the table, stock or compressed.
         sequence_length: tokens per sequence.
-        trained: parts of the names of the weights that get a gradient; the gradient flows back to the first of them
-            alone. Empty: there is no backward.
+        trained: parts of the names of the weights that get a gradient, `ADAPTER` for those of gates; the gradient flows
+            back to the first layer that has one alone. Empty: there is no backward.
+        trained_layers: numbers of the layers in which they are trained; None: all.
     """
-    values = {key: value for key, value in config.to_dict().items() if key not in ("compression", "layer_types")}
-    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # no rotation counts; some look at data
-    family = values.pop("model_type").removeprefix("dmc_")
-
-    has_experts = getattr(config, "num_experts_per_tok", None) is not None  # maybe in some layers alone
-    depth = config.num_hidden_layers if has_experts else min(2, config.num_hidden_layers)
-    stock = AutoConfig.for_model(family, **values | {"num_hidden_layers": depth})
-    with FakeTensorMode():  # of fused attention torch counts only some kernels, of grouped products none
-        model = AutoModelForCausalLM.from_config(
-            stock, attn_implementation="eager", **({"experts_implementation": "batched_mm"} if has_experts else {})
-        )
+    values = {key: value for key, value in config.to_dict().items() if key != "compression"}
+    rope = values.get("rope_parameters") or {}
+    needed = rope if "llama_4_scaling_beta" in rope else {"rope_theta": 1e4}
+    values["rope_parameters"] = needed | {"rope_type": "default"}  # no rotation counts; some look at data
+    stock = AutoConfig.for_model(values.pop("model_type").removeprefix("dmc_"), **values)
+    learns = [trained_layers is None or index in trained_layers for index in range(stock.num_hidden_layers)]
+    first = learns.index(True)
+    others: dict[tuple[str, bool, bool], list[int]] = {}  # by kind, whether they lie below, and learn
+    for index, kind in enumerate(layer_kinds(stock)):
+        if index != first:
+            others.setdefault((kind, index < first, learns[index]), []).append(index)
+    kept = sorted([first, *(alike[0] for alike in others.values())])
+    with FakeTensorMode():
+        model = _counted_model(stock, kept)
+        layers = dict(zip(kept, model.model.layers, strict=True))
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(part in name for part in trained))
+            layer = re.search(r"\.layers\.(\d+)\.", name)
+            is_meant = trained_layers is None if layer is None else learns[kept[int(layer[1])]]
+            parameter.requires_grad_(is_meant and any(part in name for part in trained))
+        for number, layer in layers.items():
+            if ADAPTER in trained and learns[number]:
+                layer.self_attn.gate = torch.zeros(1, requires_grad=True)
         tokens = torch.zeros(1, sequence_length, dtype=torch.long)
-        layers = list(model.model.layers)
 
-        def counted(*of_layers: nn.Module) -> int:
-            model.model.layers = nn.ModuleList(of_layers)
-            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if trained else None)
+        @cache
+        def counted(*numbers: int, goes_back: bool) -> int:
+            model.model.layers = nn.ModuleList(layers[number] for number in numbers)
+            if kinds := getattr(stock, "layer_types", None):
+                model.config.layer_types = [kinds[number] for number in numbers]
+            return measure_flops(model, lambda: model(tokens, use_cache=False).logits, torch.sum if goes_back else None)
 
-        kinds: dict[str, list[nn.Module]] = {}
-        for layer in layers[1:]:
-            kinds.setdefault(repr([(name, *weight.shape) for name, weight in layer.named_parameters()]), []).append(
-                layer
-            )
-        first = counted(layers[0])
-        others = sum((counted(layers[0], kind[0]) - first) * len(kind) for kind in kinds.values())
-        if not has_experts and depth > 1:
-            others *= config.num_hidden_layers - 1
-    return (first + others) / sequence_length
+        total = counted(first, goes_back=bool(trained))
+        for (_, is_below, _), alike in others.items():
+            goes_back = bool(trained) and not is_below
+            more = counted(first, alike[0], goes_back=goes_back) - counted(first, goes_back=goes_back)
+            total += more * len(alike)
+    return total / sequence_length
+
+
+def _counted_model(stock: PretrainedConfig, kept: Sequence[int]) -> Any:
+    """Make a model of some layers whose products are those that count: torch counts no fused or grouped ones."""
+    experts = {"experts_implementation": "batched_mm"} if has_experts(stock) else {}
+    model = AutoModelForCausalLM.from_config(with_layers(stock, kept), attn_implementation=COUNTED_ATTENTION, **experts)
+    windows = layer_windows(stock)
+    for number, layer in zip(kept, model.model.layers, strict=True):
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.window, layer.self_attn.gate = windows[number], None
+    return model
+
+
+def attend_counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Multiply as many keys, and as many values, as count for a query, [B, heads, T, D]; nothing else is right."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (states[:, :, : module.window].repeat_interleave(group, 1) for states in (key, value))
+    scores = query @ key.mT
+    return ((scores if module.gate is None else scores + module.gate) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(COUNTED_ATTENTION, attend_counted)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

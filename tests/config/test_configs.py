@@ -56,7 +56,8 @@ def study_runs():
 @pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_run_of_the_study_composes(name, arguments):
     config = composed(*arguments)
-    length = 4096 if "4096" in arguments[0] else 256 if name == "base_short" else 1024
+    is_short = name == "base_short" or "=hybrid/" in arguments[0]
+    length = 4096 if "4096" in arguments[0] else 256 if is_short else 1024
     assert config.training.sequence_length == length
     assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0
 
@@ -148,7 +149,9 @@ def test_dms_is_its_authors_recipe_beside_every_other(words, window):
     training.accumulation(config.trainer.devices * config.trainer.num_nodes)
 
 
-@pytest.mark.parametrize("name", ["qwen3_0p6b_cr4", "llama32_1b_cr4", "llama31_8b_cr4", "qwen3_30b_a3b_cr4"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_0p6b_cr4", "llama32_1b_cr4", "llama31_8b_cr4", "qwen3_30b_a3b_cr4", "gpt_oss_20b_cr4"]
+)
 def test_the_best_recipe_known_reaches_cr_4_in_300_steps_and_stays_there(name):
     config = composed(f"experiment={name}")
     plan = Plan(config.training, config.target_ratio, config.compression)

@@ -85,7 +85,7 @@ def token_by_token(compression, theta):
     """Return a forward of an attention layer that feeds the tokens of a text to its heads one after the other."""
 
     def forward(self, hidden_states, **_):
-        query, key, value = (states[0].numpy() for states in self.project(hidden_states, self.head_dim))
+        query, key, value = (states[0].numpy() for states in self.project(hidden_states, self.head_dim)[:3])
         group, outputs = len(query) // len(key), np.zeros_like(query)
         for head in range(len(key)):
             members, oracle = slice(head * group, (head + 1) * group), HeadOracle(compression, self.head_dim, theta)

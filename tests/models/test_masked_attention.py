@@ -45,7 +45,7 @@ def draw(time, *, heads=4, kv_heads=2, channels=6, batch=2, dtype=torch.float64)
     return [tensor.requires_grad_() for tensor in (*states, log_keep.to(torch.promote_types(dtype, torch.float32)))]
 
 
-def naive(tensors, delay, keep_top, hidden=None, first=None, sinks=None):
+def naive(tensors, delay, keep_top, hidden=None, first=None, sinks=None, window=None):
     """Attend row by row; a row that sees nothing is 0."""
     query, recent_key, recent_value, stream_key, stream_value, log_keep = tensors
     group = query.shape[1] // recent_key.shape[1]
@@ -61,6 +61,8 @@ def naive(tensors, delay, keep_top, hidden=None, first=None, sinks=None):
             bias = bias.masked_fill(hidden[:, None, : i + 1], -math.inf)
         if first is not None:
             bias = bias.masked_fill(torch.arange(i + 1) < first[:, i, None, None], -math.inf)
+        if window is not None:
+            bias = bias.masked_fill(torch.arange(i + 1) <= i - window, -math.inf)
         bias = bias.repeat_interleave(group, 1)
         scores = SCALING * torch.einsum("bhd,bhjd->bhj", query[:, :, i], keys.repeat_interleave(group, 1)) + bias
         blind = (scores == -math.inf).all(-1, keepdim=True)
@@ -167,19 +169,47 @@ def test_sinks_are_a_column_of_the_softmax(delay, keep_top):
     compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, documents.first, sinks))
 
 
-@pytest.mark.parametrize("window", [1, 8, 100])
+def in_window(tensors, window, **options):
+    """Attend to the last tokens by the definition."""
+    return naive_of_one_stream([*tensors[:5], torch.zeros_like(tensors[5])], 0, True, window=window, **options)
+
+
+@pytest.mark.parametrize("window", [1, 8, 40, 64, 300])
 def test_a_window_is_a_band(window):
-    tensors, sinks = draw(65), torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
-    query, key, value = tensors[0], *tensors[3:5]
-    at = torch.arange(65)
+    tensors, sinks = draw(165), torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    states = tensors[0], *tensors[3:5]
+    at = torch.arange(165)
     band = (at <= at[:, None]) & (at > at[:, None] - window)
-    expected = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=band, scale=SCALING, enable_gqa=True
-    )
-    compare([query, key, value], window_attention(query, key, value, SCALING, window), expected)
-    dropped = torch.full_like(tensors[5], -math.inf)
-    expected = naive([query, key, value, key, value, dropped], window, False, sinks=sinks)
-    compare([query, sinks], window_attention(query, key, value, SCALING, window, sinks=sinks), expected)
+    expected = functional.scaled_dot_product_attention(*states, attn_mask=band, scale=SCALING, enable_gqa=True)
+    compare(states, window_attention(*states, SCALING, window), expected)
+    documents, hidden = packed(165, (33, 64, 65, 150), (97,)), torch.zeros(2, 165, dtype=torch.bool)
+    hidden[0, 40:70] = hidden[1, :50] = True  # longer than some windows, so that rows among them see nothing
+    found = window_attention(*states, SCALING, window, hidden=hidden)
+    compare(tensors, found, in_window(tensors, window, hidden=hidden))
+    options = {"documents": documents, "hidden": hidden, "sinks": sinks}
+    expected = in_window(tensors, window, hidden=hidden, first=documents.first, sinks=sinks)
+    compare([*tensors, sinks], window_attention(*states, SCALING, window, **options), expected)
+
+
+@pytest.mark.parametrize("window", [8, 128, 1000])
+def test_a_window_costs_its_own_tokens_and_no_others(window):
+    states = [torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2)]
+    with FlopCounterMode(display=False) as counted:
+        window_attention(*states, SCALING, window).sum().backward()
+    products = 7 * 2 * 4 * 16  # two forward, five backward, for each token that a query sees
+    seen = sum(min(place + 1, window) for place in range(2048))
+    assert products * seen <= counted.get_total_flops() <= products * (seen + 64 * 2048)  # in blocks of 64 rows
+
+
+@pytest.mark.parametrize("window", [128, 10_000])
+def test_a_gpu_counts_the_tokens_of_a_window(window):
+    with FakeTensorMode(), as_on("cuda"), FlopCounterMode(display=False) as counted, _Traffic() as traffic:
+        states = [torch.empty(1, heads, 4096, 64).requires_grad_() for heads in (16, 4, 4)]
+        window_attention(*states, SCALING, window, sinks=torch.empty(16, requires_grad=True)).sum().backward()
+    assert counted.get_total_flops() == 3.5 * 4 * 16 * 64 * 4096 * min(window, 4096)
+    assert [name for name in traffic.names if name.startswith("dmc::")] == [
+        "dmc::masked_attention", "dmc::masked_attention_backward",
+    ]  # fmt: skip
 
 
 def test_documents_know_their_bounds():
@@ -402,6 +432,29 @@ def test_kernels_count_sinks(interpreter, delay, keep_top):
     hidden[1, :30] = True
     found = attend(tensors, delay, keep_top, hidden=hidden, sinks=sinks)
     compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, sinks=sinks))
+
+
+@pytest.mark.parametrize("window", [1, 16, 21, 300])
+def test_kernels_walk_a_window(interpreter, window):
+    tensors, sinks = draw(85, dtype=torch.float32, heads=2, kv_heads=1), torch.tensor([1.5, -2.0], requires_grad=True)
+    documents, hidden = packed(85, (16, 17, 70), (21,)), torch.zeros(2, 85, dtype=torch.bool)
+    hidden[0, 12:40] = hidden[1, :30] = True
+    states = tensors[0], *tensors[3:5]
+    compare(tensors, window_attention(*states, SCALING, window), in_window(tensors, window))
+    found = window_attention(*states, SCALING, window, documents=documents, hidden=hidden, sinks=sinks)
+    expected = in_window(tensors, window, hidden=hidden, first=documents.first, sinks=sinks)
+    compare([*tensors, sinks], found, expected)
+
+
+def test_kernels_multiply_no_block_beyond_a_window(interpreter, monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot, products = InterpreterBuilder.create_dot, []
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", lambda *given: (products.append(1), dot(*given))[1])
+    states = [tensor[:, :1].contiguous() for tensor in draw(128, dtype=torch.float32, batch=1)[:3]]
+    window_attention(*states, SCALING, 16).sum().backward()
+    # Each of 8 blocks of rows sees its own keys and those before; 2 products forward, 3 of the queries, 4 of the keys.
+    assert len(products) == (2 + 3 + 4) * (8 + 7)
 
 
 def test_kernels_need_no_bias(interpreter):

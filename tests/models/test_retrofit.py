@@ -372,7 +372,15 @@ def test_a_foreign_cache_is_refused(make_compressed, make_prompts):
     [
         (
             lambda _: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)),
-            *({}, ValueError, r"^gpt2 cannot be retrofitted: nothing is known of c_attn, c_proj in its attention"),
+            *({}, NotImplementedError, r"^the configuration of this gpt2 model has no num_key_value_heads"),
+        ),
+        (
+            lambda make: make("phimoe"),
+            *(
+                {},
+                ValueError,
+                "^layer 0 of this phimoe model cannot be retrofitted: the forward of its attention .*not",
+            ),
         ),
         (lambda _: torch.nn.Linear(2, 2), {}, ValueError, "Linear cannot be retrofitted"),
         (lambda make: make().model, {}, ValueError, "LlamaModel cannot be retrofitted"),

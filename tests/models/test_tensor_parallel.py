@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from launching import Processes
-from serving import replay_shard, report, sample_with_noise, serve_one_by_one, serve_shard
+from serving import carry_shard, replay_shard, report, sample_with_noise, serve_one_by_one, serve_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import Engine, SamplingParams
 from dmc.models.tensor_parallel import load_shard, shard_model
@@ -71,6 +72,20 @@ def test_two_ranks_share_prefixes_and_forks_alike(make_compressed, make_prompts,
         assert [found[name] for name in same] == [alone[name] for name in same]
 
 
+def test_two_ranks_carry_a_cache_together_or_not_at_all(make_compressed, make_prompts, tmp_path):
+    model, (context, question) = make_compressed(gates={"delay": 4}), make_prompts(70, 9)
+    model.save_pretrained(tmp_path / "model")
+    arguments = (tmp_path / "model", cache := tmp_path / "cache", [context, question], tmp_path / "out")
+    with Processes(carry_shard, arguments, 2, log := tmp_path / "log") as ranks:
+        assert ranks.join() == [0, 0], log.read_text()[-3000:]
+    (alone,) = Engine(model).generate([context + question], SamplingParams(max_new_tokens=12, temperature=0))
+    for expected, tokens, refusal, blocks in answers(tmp_path / "out"):
+        assert tokens == expected == alone.token_ids and blocks == 0
+        assert str(cache / "rank-1-of-2") in refusal
+    with pytest.raises(FileNotFoundError, match="holds no cache that this engine could load"):
+        Engine(model).load(cache)
+
+
 def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed, make_prompts, tmp_path):
     make_compressed().save_pretrained(tmp_path / "model")
     arguments = (tmp_path / "model", make_prompts(*[400] * 40), tmp_path / "out")
@@ -133,15 +148,14 @@ def test_heads_that_cannot_be_divided_are_refused(make_stock):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("phi3", "heads of this phi3 model cannot be divided among 2 .*leaves self_attn whole"),
-        ("olmo2", "heads of this olmo2 model cannot be divided among 2 .*leaves self_attn whole"),
-        ("cohere", "layer 0 of this cohere model has a norm over all heads .self_attn.q_norm.weight"),
+        ("phi", r"layer 0 of this phi model has self_attn\.dense\.weight, which is not known to be divided"),
+        ("gpt2", r"layer 0 of this gpt2 model is not known to be divided by heads: expected model\.layers"),
     ],
 )
-def test_heads_that_belong_together_are_refused(family, message, make_stock):
-    stock = make_stock(family, hidden_size=64, pad_token_id=2, **({"use_qk_norm": True} if family == "cohere" else {}))
-    with pytest.raises(ValueError, match=message):
-        shard_model(stock, Ranks(0, 2))
+def test_an_attention_that_is_unknown_is_not_divided(family, message):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 83}
+    with pytest.raises(ValueError, match=message), torch.device("meta"):
+        shard_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)), Ranks(0, 2))
 
 
 def test_loading_a_shard_alone_says_how_to_start(tmp_path):

@@ -11,9 +11,13 @@ import torch
 
 
 class HeadOracle:
-    """One KV head of one layer: raw recent tokens, then slots; one token at a time."""
+    """One KV head of one layer: raw recent tokens, then slots; one token at a time.
 
-    def __init__(self, compression, head_dim, theta):
+    Of its channels, in the order in which i turns with i + head_dim / 2, so many turn; None: all.
+    """
+
+    def __init__(self, compression, head_dim, theta, rotated=None):
+        self.rotated = head_dim if rotated is None else rotated
         self.settings, self.head_dim, self.theta = compression, head_dim, theta
         borrows = compression.decisions != "fixed" and compression.gate_input in ("neuron", "both")
         self.neuron = compression.neuron_index % head_dim if borrows else None
@@ -27,7 +31,7 @@ class HeadOracle:
         half = self.head_dim // 2
         out = np.empty_like(state)
         for channel in range(half):
-            angle = position * self.theta ** (-2 * channel / self.head_dim)
+            angle = position * self.theta ** (-2 * channel / self.rotated) if 2 * channel < self.rotated else 0.0
             first, second = state[channel], state[channel + half]
             out[channel] = first * np.cos(angle) - second * np.sin(angle)
             out[channel + half] = second * np.cos(angle) + first * np.sin(angle)

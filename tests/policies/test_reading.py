@@ -6,7 +6,7 @@ from runtime.test_laws import READING, layers_of
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
-from dmc.policies import InfLLM, Quest
+from dmc.policies import InfLLM, OmniKV, Quest
 from dmc.policies.infllm import block_relevance
 from dmc.policies.quest import upper_bounds
 from dmc.policies.reading import top_positions
@@ -26,6 +26,32 @@ def test_a_method_does_something_and_drops_nothing(method, make_stock, make_prom
         assert stats.achieved_ratio == 1
         assert stats.bytes_used <= stats.bytes_allocated
         assert stats.bytes_fast <= stats.bytes_allocated
+
+
+def test_entries_that_are_left_unread_are_counted(make_stock, make_prompts):
+    """Of a prompt of 60 tokens 20 are to be read; 11 of 12 generated tokens, at positions 60 to 70, are fed."""
+    prompts, budget, fed = make_prompts(60), Budget(tokens=20), range(60, 71)
+
+    def count(policy, num_layers=4):
+        engine = Engine(make_stock(num_layers=num_layers), policy=policy)
+        engine.generate(prompts, GREEDY)
+        return int(engine.cache.num_unread) / engine.cache.layout.num_kv_heads
+
+    assert count(None) == 0
+    pages = [16 + at % 4 + 1 for at in fed]  # four whole pages and the newest one
+    quest = Quest(budget=budget, page_size=4, dense_layers=1)
+    assert count(quest) == 3 * sum(at + 1 - read for at, read in zip(fed, pages, strict=True))
+    for offload in (False, True):
+        omnikv = OmniKV(budget=budget, filter_layers=(0,), offload=offload)
+        assert count(omnikv) == 2 * len(fed) * 40  # layers 2 and 3 read 20 tokens of the prompt and all generated ones
+    infllm = InfLLM(budget=budget, block_size=4, representatives=2, initial=4, local=8, chunk=8)
+    unread = 0
+    for begin in (*range(0, 60, 8), *fed):  # a chunk of the prompt, or a generated token
+        complete = max(0, begin - 12) // 4
+        for at in range(begin, min(begin + 8, 60) if begin < 60 else begin + 1):
+            if at >= 20:
+                unread += max(0, complete - 2) * 4  # all but two blocks
+    assert count(infllm, 2) == 2 * unread
 
 
 @pytest.mark.parametrize("method", READING)

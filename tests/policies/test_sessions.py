@@ -187,3 +187,35 @@ def test_an_answer_aborted_halfway_ends_its_turn(policy, make_stock, prompts):
         other.generate(prompts[0], SamplingParams(max_new_tokens=4, temperature=0))
         assert session.tokens == other.tokens
         assert_alike([session.generate(prompts[2], ANSWER)], [other.generate(prompts[2], ANSWER)])
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["kept", "computed again"])
+def test_a_prompt_whose_answer_fails_at_its_first_token_is_a_turn_without_one(is_lost, policy, make_stock, prompts):
+    def fail(tokens, logits):
+        raise KeyError("lost")
+
+    model, broken = make_stock(), SamplingParams(logits_processor=fail)
+    engine = Engine(model, policy=policy)
+    with engine.session() as session, Engine(model, policy=policy).session() as other:
+        for failed, asked in (prompts[:2], (prompts[2], prompts[1])):
+            with pytest.raises(RuntimeError, match="failed: KeyError"):
+                session.generate(failed, broken)
+            if is_lost:
+                assert engine._scheduler._evict_another(None)
+            other.feed(failed)
+            assert_alike([session.generate(asked, ANSWER)], [other.generate(asked, ANSWER)])
+            assert session.tokens == other.tokens
+
+
+def test_a_fork_of_a_prompt_aborted_halfway_is_continued_by_the_next_one(policy, make_stock, prompts):
+    model, (aborted, last, _) = make_stock(), prompts
+    (expected,) = Engine(model, policy=policy).generate([[*aborted, *last]], ANSWER)
+    engine = Engine(model, policy=policy, prefill_chunk_size=6)
+    with engine.session() as session:
+        request = engine.submit(aborted, ANSWER, session)
+        for _ in range(2):
+            engine.step()
+        engine.abort(request)
+        with session.fork() as other:
+            for one in (other, session):
+                assert_alike([one.generate(last, ANSWER)], [expected])

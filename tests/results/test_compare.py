@@ -246,7 +246,7 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     without_text = dict.fromkeys(["passkey", "key_value", "two_stage", "two_stage_direct", "own"])
     splits = dict.fromkeys(names, "test") | without_text | {"chosen": "validation"}
     assert {name: row["split"] for name, row in rows.items()} == splits
-    assert {row["main_metric"] for row in rows.values()} == {"loss", "exact_match", "share_held"}
+    assert {row["main_metric"] for row in rows.values()} == {"loss", "exact_match", "obeyed", "share_held"}
     assert [rows[name]["question"] for name in ("passkey", "multi_turn", "text_loss")] == ["known", "hidden", None]
     for changes, title in ({"split": "validation"}, " of the validation split"), ({"question": "hidden"}, ""):
         table = write_report([plain_row("full", None, [1.0, 2.0], **changes)], tmp_path)

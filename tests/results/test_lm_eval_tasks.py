@@ -28,9 +28,10 @@ from dmc.results.lm_eval_tasks import (
     Benchmark,
     LMEvalSettings,
     check_tasks,
+    over_seeds,
     read_benchmarks,
 )
-from dmc.results.statistics import summarize
+from dmc.results.statistics import estimate, summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 
@@ -78,6 +79,31 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_lm_eval):
     samples = samples_of(config, choice)
     assert statistics.fmean(sample["acc"] for sample in samples) == choice["metrics"]["acc"]
     assert all(len(sample["resps"]) == 4 for sample in samples)
+
+
+def test_each_seed_answers_every_question_once_and_errors_are_over_questions(make_lm_eval):
+    sampled = {"name": "local_generation", "generation": {"do_sample": True, "temperature": 5.0, "max_gen_toks": 4}}
+    choice = {"name": "local_choice", "metric": "acc"}
+    seeds = {"seeds": [3, 4], "save_samples": True}
+    config = make_lm_eval(tasks=[sampled, choice], **seeds)
+    both, once = run(config)
+    assert (both["samples"], once["samples"]) == (6, 3) and len(both["sample_values"]) == 6
+    assert both["contexts"] == [0, 1, 2, 0, 1, 2] and "contexts" not in once
+    assert both["settings"]["lm_eval"]["seeds"] == [3, 4] and "seeds" not in once["settings"]["lm_eval"]
+    folder = Path(config.output) / "samples" / both["key"].replace("/", "__")
+    said = [(folder / f"seed{seed}" / "local_generation.jsonl").read_text() for seed in (3, 4)]
+    first, second = ([json.loads(line)["resps"] for line in text.splitlines()] for text in said)
+    assert len(first) == len(second) == 3 and first != second
+
+
+def test_seeds_of_one_question_are_no_independent_evidence():
+    row = {"samples": 2, "prompts_cut": 0, "metrics": {"acc": 0.5}, "errors": {"acc": 0.1}, "samples_key": "a"}
+    found = over_seeds(
+        [row | {"sample_values": [1.0, 0.0]}, row | {"sample_values": [1.0, 1.0], "metrics": {"acc": 1.0}}]
+    )
+    assert found["metrics"] == {"acc": 0.75} and found["sample_values"] == [1.0, 0.0, 1.0, 1.0]
+    assert estimate([found["sample_values"]], found["contexts"]).num_contexts == 2
+    assert over_seeds([row]) is row and "sample_values" not in over_seeds([row, row])
 
 
 MADE_TASK = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from report_rows import run_grid
 
-from dmc.results.long_context import longbench_v2, longmemeval, scbench
+from dmc.results.long_context import ifeval_places, longbench_v2, longmemeval, scbench
 
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
 TURNS = {
@@ -117,3 +117,33 @@ def test_a_choice_is_read_from_words(prediction, score):
 )
 def test_an_answer_is_held_where_its_words_are(prediction, answer, score):
     assert longmemeval.process_results({"answer": answer}, [prediction]) == {"holds_answer": score}
+
+
+def test_instructions_of_ifeval_count_by_their_place(tmp_path):
+    assert ifeval_places.by_place([True, False]) == {"obeyed": 0.5, "first": 1, "last": 0}
+    assert ifeval_places.by_place([False, True, False, True]) == {"obeyed": 0.5, "first": 0, "middle": 0.5, "last": 1}
+    with pytest.raises(FileNotFoundError, match="google/IFEval"):
+        ifeval_places.documents()
+    rows = [
+        {"key": 1, "prompt": "a", "instruction_id_list": ["a:b"] * count, "kwargs": [{}] * count} for count in (1, 2, 3)
+    ]
+    (tmp_path / "ifeval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = ifeval_places.documents(str(tmp_path / "ifeval.jsonl"), scbench="unused")["test"]
+    assert [len(row["instruction_id_list"]) for row in found] == [2, 3]
+
+
+def test_ifevals_checks_are_lm_evals(make_config, tmp_path):
+    for needed in ("langdetect", "immutabledict", "nltk"):
+        pytest.importorskip(needed, reason="needs lm-eval[ifeval]")
+    row = {
+        "key": 1,
+        "prompt": "Write.",
+        "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma"],
+    }
+    row["kwargs"] = [{}, {}]
+    assert ifeval_places.process_results(row, ["a, b"])["last"] == 0
+    assert ifeval_places.process_results(row, ["this is a sentence, in small letters"])["first"] == 1
+    (tmp_path / "ifeval.jsonl").write_text(json.dumps(row))
+    lm_eval = {"task_settings": {"ifeval": str(tmp_path / "ifeval.jsonl")}, "max_gen_toks": 4}
+    (found,) = run_grid(make_config(tasks=["ifeval_places"], lm_eval=lm_eval)).rows()
+    assert found["status"] == "done" and {"obeyed", "first", "last"} <= {*found["metrics"]}

@@ -8,8 +8,9 @@ import pandas
 import pytest
 from report_rows import plain_row, write_report
 
+from dmc.results.equal_bytes import asked_of
 from dmc.results.measurement import to_frame
-from dmc.results.statistics import asked_of, beside_baselines, pareto_front, summarize
+from dmc.results.statistics import beside_baselines, pareto_front, summarize
 from dmc.results.store import Store
 from dmc.results.tables import format_tables
 

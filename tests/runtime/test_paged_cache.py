@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dmc.compression import CompressionConfig
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.reference import take_blocks
+from dmc.ranks import Ranks
 from dmc.runtime.allocator import OutOfBlocksError
 from dmc.runtime.paged_cache import PagedCache
 
@@ -264,3 +265,33 @@ def test_declared_fields_grow_and_are_copied_and_forgotten_with_what_they_belong
     cache.close_row(rows[1])
     assert cache.open_row() == rows[1]
     assert cache.fields["threshold"][:, rows[1]].isnan().all() and (cache.fields["threshold"][:, rows[0]] == 3).all()
+
+
+class Counting(Ranks):
+    """One of two ranks, that counts what it asks the other."""
+
+    num_asked = 0
+
+    def all_reduce(self, value, op="sum"):
+        type(self).num_asked += 1
+        return value
+
+
+def test_ranks_whose_pools_have_grown_apart_ask_each_other_alike_after_a_reset():
+    asked = []
+    for length in (10, 4000):
+
+        class Rank(Counting):
+            pass
+
+        cache = PagedCache(dataclasses.replace(make_layout(), ranks=Rank()), 3, BLOCK)
+        cache.reserve([cache.open_row()], [length])
+        cache.make_room([length])
+        cache.reset()
+        Rank.num_asked = 0
+        row = cache.open_row()
+        for num_new in (1000, 100, 1):
+            cache.would_grow([row], [num_new])
+            cache.reserve([row], [num_new])
+        asked.append(Rank.num_asked)
+    assert asked[0] == asked[1]

@@ -109,7 +109,6 @@ def test_families_with_full_attention_or_windows_are_served_as_they_are(family: 
             "layer 0 of this llama4_text model has a chunk of 8 tokens",
         ),
         ("deepseek_v3", {**MLA, "num_key_value_heads": 4, "first_k_dense_replace": 2}, "kv_lora_rank=16"),
-        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer 1 .*linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0} | THETA}, "rope_type='dynamic' changes"),
         (
             "phi3",
@@ -127,6 +126,7 @@ def test_families_with_full_attention_or_windows_are_served_as_they_are(family: 
             "rope_type='longrope' changes",
         ),
         ("falcon_h1", {}, "layer 0 of this falcon_h1 model is hybrid"),
+        ("bloom", {}, "layer 0 of this bloom model computes its attention in a way of its own"),
         ("bloom", {"num_key_value_heads": None}, "this bloom model has no num_key_value_heads"),
         ("gpt2", {"num_key_value_heads": None}, "this gpt2 model has no num_key_value_heads"),
     ],
@@ -143,7 +143,6 @@ def test_families_with_another_attention_are_refused_at_once(family: str, change
     [
         ("diffllama", {}, "layer 0 asks the paged cache where layer 1 was due"),
         ("doge", {"keep_window_size": 4}, "layer 0 .*attention_mask"),
-        ("bloom", {}, "0 of the model's 2 layers have asked"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -269,3 +268,12 @@ def test_a_model_that_has_moved_is_refused_by_its_engine(move: Any, make_compres
     with pytest.raises(RuntimeError, match=r"the model is now .* make a new Engine after model.to"):
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
     assert engine.blocks_in_use == 0
+
+
+def test_layers_that_never_ask_for_the_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.setattr(
+        type(model.model.layers[0].self_attn), "forward", lambda self, hidden_states, **_: (hidden_states, None)
+    )
+    with pytest.raises(NotImplementedError, match="0 of the model's 2 layers have asked"):
+        Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=1))

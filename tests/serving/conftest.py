@@ -71,8 +71,14 @@ def make_server() -> Iterator[Callable[..., Served]]:
     """Return a function that serves engines until the tests end."""
     running: list[tuple[uvicorn.Server, threading.Thread, Served]] = []
 
-    def start(engines: dict[str, Engine], max_waiting: int = 256, keys: tuple[str, ...] = (), **limits: Any) -> Served:
-        worker = Worker(engines, max_waiting)
+    def start(
+        engines: dict[str, Engine],
+        max_waiting: int = 256,
+        keys: tuple[str, ...] = (),
+        caches: Any = None,
+        **limits: Any,
+    ) -> Served:
+        worker = Worker(engines, max_waiting, caches=caches or {})
         app = make_app(LocalService(worker), keys, Limits(**limits))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, daemon=True)

@@ -22,7 +22,9 @@ from dmc.serving.server import serve
 
 REFUSED = [
     ("", "nothing to serve: give model=DIR, or models="),
-    ("policy=h2o budget=4", "policy= and budget= belong to model=DIR"),
+    ("policy=h2o budget=4", "policy=, budget= and caches= belong to model=DIR"),
+    ("caches={{corpus:x}}", "policy=, budget= and caches= belong to model=DIR"),
+    ("model={stock} caches={{corpus:nowhere}}", "nowhere holds no cache that this engine could load"),
     ("model={stock} policy=h2o", "needs a budget"),
     ("model={stock} budget=4", "budget=4 needs a policy"),
     (

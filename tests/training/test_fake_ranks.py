@@ -1,7 +1,7 @@
 """A training step of every experiment file as one of its real number of ranks takes it: torch's fake process group.
 
 Tensors have shapes and no data, collectives return at once. What is shown: the step starts, shapes fit, and every rank
-enters the same collectives in the same order. Layers are alike, so two stand for all of them.
+enters the same collectives in the same order. Two layers stand for all: in each model they have all kinds.
 """
 
 import pytest
@@ -42,7 +42,7 @@ class Collectives(TorchDispatchMode):
 def collectives_of(config, rank):
     """Return what one rank enters while the model is laid over the ranks, and in a step."""
     collectives = Collectives()
-    with fake_step(config, 2, rank, collectives) as step:
+    with fake_step(config, range(2), rank, collectives) as step:
         step.micro_batch()
         step.average_and_decide()
         step.optimizer.step()

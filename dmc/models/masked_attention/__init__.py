@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,8 +113,8 @@ def delayed_masked_attention(
             "for a drop gate, which would drop the query's own token: raise delay."
         )
     recent = (recent_key, recent_value) if delay else (None, None)
-    form = scaling, delay, keep_top
-    return _attend(query, stream_key, stream_value, log_keep, *recent, hidden, documents, *form, sinks=sinks)
+    given = (query, stream_key, stream_value, log_keep, *recent, hidden, documents)
+    return _attend(*given, scaling, delay, keep_top, sinks=sinks)
 
 
 def causal_attention(
@@ -158,9 +157,7 @@ def window_attention(
     documents: Documents | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally to the last `window` tokens, the query's own included.
-
-    These are the raw tokens of a stream in which every token is dropped as it leaves the window.
+    """Attend causally to the last `window` tokens, the query's own included; others cost nothing.
 
     Args:
         query: [batch, heads, time, head_dim]; query head h attends to KV head h // (heads // kv_heads).
@@ -174,20 +171,19 @@ def window_attention(
     Returns:
         [batch, heads, time, head_dim], differentiable in query, key, value and sinks.
     """
-    dropped = torch.full(key.shape[:3], -torch.inf, device=key.device)
-    return _attend(query, key, value, dropped, None, None, hidden, documents, scaling, window, False, sinks=sinks)
+    return _attend(query, key, value, None, None, None, hidden, documents, scaling, 0, True, window, sinks=sinks)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
-    recent_value: Tensor | None, hidden: Tensor | None, documents: Documents | None, *form: Any,
-    sinks: Tensor | None = None,
+    recent_value: Tensor | None, hidden: Tensor | None, documents: Documents | None, scaling: float, delay: int,
+    keep_top: bool, window: int | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check_shapes(query, (key, value), log_keep, (recent_key, recent_value), hidden, documents)
     dtype = _product_dtype(query)
     states = [None if tensor is None else tensor.to(dtype) for tensor in (query, key, value, recent_key, recent_value)]
     bounds = (None, None) if documents is None else (documents.first, documents.end)
-    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, *form)
+    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, scaling, delay, keep_top, window)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
         if not _runs_fused(query, dtype):
             return BlockedAttention.apply(sinks, *operands)

@@ -24,8 +24,8 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sinks: Tensor | None, *inputs: Any) -> Tensor:
         """Attend; `inputs` are those of `fused_attention`, sinks [H_q] a column of the softmax whose value is 0."""
-        ctx.form = inputs[-3:]
-        ctx.save_for_backward(sinks, *inputs[:-3])
+        ctx.form = inputs[-4:]
+        ctx.save_for_backward(sinks, *inputs[:-4])
         operands = _Operands(sinks, *inputs)
         out = torch.empty_like(operands.query)
         for block in operands.blocks():
@@ -68,7 +68,7 @@ class BlockedAttention(torch.autograd.Function):
         )  # fmt: skip
         if by_sink is not None:
             by_sink = by_sink.unflatten(0, (operands.batch, -1)).sum(0).flatten().to(sinks.dtype)
-        return by_sink, by_query, *gradients, *[None] * 6
+        return by_sink, by_query, *gradients, *[None] * 7
 
 
 class _Operands:
@@ -86,9 +86,9 @@ class _Operands:
     def __init__(
         self, sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None,
         recent_key: Tensor | None, recent_value: Tensor | None, hidden: Tensor | None, first: Tensor | None,
-        end: Tensor | None, scaling: float, delay: int, keep_top: bool,
+        end: Tensor | None, scaling: float, delay: int, keep_top: bool, window: int | None,
     ) -> None:  # fmt: skip
-        self.given, self.hidden, self.first = query, hidden, first
+        self.given, self.hidden, self.first, self.window = query, hidden, first, window
         self.batch, self.kv_heads, self.time, self.channels = key.shape
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.lag, self.near = delay if recent_key is not None else 0, delay + keep_top
@@ -127,12 +127,14 @@ class _Operands:
         return states.transpose(1, 2)
 
     def sighted(self, states: Tensor) -> Tensor:
-        """Return [batch, query heads, time, channels] with 0 where a token and all before it are hidden."""
+        """Return [batch, query heads, time, channels] with 0 where a token and all that it sees before are hidden."""
         if self.hidden is None:
             return states
         seen = (~self.hidden).cumsum(dim=-1)
-        if self.first is not None:
-            seen = seen - torch.nn.functional.pad(seen, (1, 0)).gather(1, self.first.long())
+        start = torch.zeros_like(seen) if self.first is None else self.first.long()
+        if self.window is not None:
+            start = start.maximum(torch.arange(1, self.time + 1, device=start.device) - self.window)
+        seen = seen - torch.nn.functional.pad(seen, (1, 0)).gather(1, start)
         return states.masked_fill((seen == 0)[:, None, :, None], 0)
 
     def blocks(self) -> Iterator["_Block"]:
@@ -145,12 +147,14 @@ class _Operands:
             firsts, lasts = self.first[:, ::num_rows].tolist(), self.first[:, ends.to(self.first.device)].tolist()
         for index, start in enumerate(range(0, time, num_rows)):
             stop = min(start + num_rows, time)
-            columns = stop + min(self.lag, stop)
+            columns = min(stop, num_rows + (self.window or stop)) + min(self.lag, stop)
             step = max(1, _SCORES.get(self.query.device.type, 1 << 26) // (num_rows * group * columns))
             for head in range(0, num_heads, step):
                 heads = slice(head, min(head + step, num_heads))
                 rows = range(head // self.kv_heads, (heads.stop - 1) // self.kv_heads + 1)
                 lowest, highest = min(firsts[row][index] for row in rows), max(lasts[row][index] for row in rows)
+                if self.window is not None:
+                    lowest, highest = max(lowest, start - self.window + 1), max(highest, stop - self.window)
                 yield _Block(self, heads, slice(start, stop), lowest, lowest < highest)
 
 
@@ -164,7 +168,7 @@ class _Block:
     lowest: int
     """First place that any row sees."""
     is_divided: bool
-    """Whether some row does not see all places from `lowest` on, because its document starts later."""
+    """Whether some row does not see all places from `lowest` on, because its document or window starts later."""
 
     @property
     def stream(self) -> slice:
@@ -247,7 +251,11 @@ class _Block:
         if self.operands.recent_key is not None:
             columns = torch.cat([columns, (recent := self._places(self.recent)[1])], dim=-1)
             unseen = torch.cat([unseen, (recent > rows) | (recent <= rows - lag)], dim=-1)
-        if not self.is_divided or self.operands.first is None:
+        if not self.is_divided:
+            return unseen[None]
+        if self.operands.window is not None:  # without raw keys
+            unseen = unseen | (columns <= rows - self.operands.window)
+        if self.operands.first is None:
             return unseen[None]
         first = self.operands.first[:, self.rows].repeat_interleave(self.operands.kv_heads, 0)[self.heads]
         return unseen | (columns < first[:, :, None, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a packed batch, for attention and decisions that restart at each."""
+    """Where documents lie in a packed batch, for attention, decisions and states that restart at each."""
 
     starts: Tensor
     """True at the first token of each document, [B, T]."""
@@ -29,6 +30,12 @@ class Documents:
         following = places.where(starts, starts.shape[1]).roll(-1, 1)
         following[:, -1] = starts.shape[1]
         return cls(starts, first, following.flip(1).cummin(1).values.flip(1))
+
+    @cached_property
+    def bounds(self) -> list[list[tuple[int, int]]]:
+        """First place of each document of each row, and the place behind its last; reads them from the device."""
+        rows = [starts.nonzero()[:, 0].tolist() for starts in self.starts]
+        return [list(zip(first, [*first[1:], self.starts.shape[1]], strict=True)) for first in rows]
 
     def to(self, device: Any) -> Documents:
         """Move the tensors to a device."""

@@ -32,8 +32,9 @@ def fused_attention(
     scaling: float,
     delay: int,
     keep_top: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend, see `delayed_masked_attention`.
+    """Attend, see `delayed_masked_attention` and `window_attention`.
 
     Args:
         query: [B, H_q, T, D].
@@ -48,6 +49,7 @@ def fused_attention(
         scaling: multiplies query . key.
         delay: newest tokens without a bias.
         keep_top: whether the token before those has none either.
+        window: newest tokens of the stream that a query sees, with delay=0; None: all.
     Returns:
         The output, laid out in memory as [B, T, H_q, D], and the rows' log-sum-exps to base 2, float32 [B, H_q, T]:
         +inf where a row sees nothing.
@@ -63,8 +65,8 @@ def fused_attention(
             query, key, value, _contiguous(log_keep), *(recent or (None, None)), _contiguous(hidden),
             _contiguous(first), out, log_sum_exp,
             *_strides(query, key, value, *(recent or (key, value)), out),
-            query.shape[2], scaling * _LOG2_E, *_range(recent is not None, log_keep is not None, delay, keep_top),
-            **sizes,
+            query.shape[2], scaling * _LOG2_E,
+            *_range(recent is not None, log_keep is not None, delay, keep_top, window), **sizes,
         )  # fmt: skip
     return out, log_sum_exp
 
@@ -86,6 +88,7 @@ def fused_attention_backward(
     scaling: float,
     delay: int,
     keep_top: bool,
+    window: int | None,
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, and of log_keep, recent_key and recent_value where they are given."""
     from dmc.models.masked_attention.kernels import key_gradient_kernel, query_gradient_kernel
@@ -97,7 +100,7 @@ def fused_attention_backward(
     query_grad, key_grad, value_grad, *others = gradients
     bias_grad = None if log_keep is None else others[0]
     delta, time = torch.empty_like(log_sum_exp), query.shape[2]
-    ranges = _range(recent is not None, log_keep is not None, delay, keep_top)
+    ranges = _range(recent is not None, log_keep is not None, delay, keep_top, window)
     sizes = _sizes("query_gradient", query, key)
     with torch.cuda.device_of(query):
         query_gradient_kernel[_grid(query, sizes["ROWS"])](
@@ -106,13 +109,13 @@ def fused_attention_backward(
             time, scaling * _LOG2_E, *ranges, **sizes,
         )  # fmt: skip
         sizes = _sizes("key_gradient", query, key)
-        of_stream = (key, value, log_keep, key_grad, value_grad, bias_grad), (ranges[0], None, ranges[1])
+        of_stream = (key, value, log_keep, key_grad, value_grad, bias_grad), ranges
         of_recent = (*(recent or ()), None, *others[-2:], None), (0, delay, 0)
-        for (keys, values, bias, *to), (lag, window, near) in (of_stream, of_recent)[: 1 + (recent is not None)]:
+        for (keys, values, bias, *to), its_range in (of_stream, of_recent)[: 1 + (recent is not None)]:
             strides = _strides(query, keys, values, grad, *to[:2])
             key_gradient_kernel[_grid(key, sizes["KEYS"])](
                 query, keys, values, bias, hidden, first, end, grad, log_sum_exp, delta, *to, *strides,
-                time, scaling * _LOG2_E, lag, window, near, **sizes,
+                time, scaling * _LOG2_E, *its_range, **sizes,
             )  # fmt: skip
     return gradients
 
@@ -144,7 +147,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
+    *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -152,10 +155,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, out, log_sum_exp = ctx.saved_tensors
-    options = ctx.scaling, ctx.delay, ctx.keep_top
+    options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window
     query, key, value, *others = fused_attention_backward(grad, *tensors, out, log_sum_exp, *options)
     of_bias = None if tensors[3] is None else others.pop(0)
-    return query, key, value, of_bias, *(others or (None, None)), *[None] * 6
+    return query, key, value, of_bias, *(others or (None, None)), *[None] * 7
 
 
 fused_attention.register_autograd(_differentiate, setup_context=_save)
@@ -175,7 +178,7 @@ class FusedWithSinks(torch.autograd.Function):
         total = torch.logaddexp2(log_sum_exp, _column(sinks))
         share = torch.exp2(log_sum_exp - total).nan_to_num(0.0)  # infinite where a row sees nothing
         out = (out * share[..., None]).to(out.dtype)
-        *tensors, ctx.scaling, ctx.delay, ctx.keep_top = inputs
+        *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window = inputs
         ctx.save_for_backward(sinks, *tensors, out, total)
         return out
 
@@ -184,12 +187,12 @@ class FusedWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s inputs."""
         sinks, *tensors, out, total = ctx.saved_tensors
-        options = ctx.scaling, ctx.delay, ctx.keep_top
+        options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window
         query, key, value, *others = fused_attention_backward(grad, *tensors, out, total, *options)
         of_bias = None if tensors[3] is None else others.pop(0)
         deltas = (out.float() * grad.float()).sum(-1)
         of_sinks = -(torch.exp2(_column(sinks) - total) * deltas).sum((0, 2)).to(sinks.dtype)
-        return of_sinks, query, key, value, of_bias, *(others or (None, None)), *[None] * 6
+        return of_sinks, query, key, value, of_bias, *(others or (None, None)), *[None] * 7
 
 
 def _column(sinks: Tensor) -> Tensor:
@@ -197,24 +200,29 @@ def _column(sinks: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.dmc.masked_attention)
-def _(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count all scores, as torch does for its own causal attention."""
-    return sdpa_flop_count(query, _of_query_heads(query, key), _of_query_heads(query, value))
+def _(query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
+    """Count all scores, as torch does for its own causal attention, or those of a window."""
+    keys = _seen(query, key, others[-1])
+    return sdpa_flop_count(query, keys, keys)
 
 
 @register_flop_formula(torch.ops.dmc.masked_attention_backward)
-def _(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, _of_query_heads(query, key), _of_query_heads(query, value))
+def _(grad: Any, query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
+    keys = _seen(query, key, others[-1])
+    return sdpa_backward_flop_count(grad, query, keys, keys)
 
 
-def _of_query_heads(query: Any, key: Any) -> tuple[int, ...]:
-    return key[0], query[1], key[2], key[3]
+def _seen(query: Any, key: Any, window: int | None) -> tuple[int, ...]:
+    """Return the shape of keys repeated for all query heads, of which a query sees no more than a window."""
+    return key[0], query[1], key[2] if window is None else min(key[2], window), key[3]
 
 
-def _range(has_recent: bool, has_bias: bool, delay: int, keep_top: bool) -> tuple[int, int]:
-    """Return from which distances on a key of the stream is seen, and has its bias."""
+def _range(
+    has_recent: bool, has_bias: bool, delay: int, keep_top: bool, window: int | None
+) -> tuple[int, int | None, int]:
+    """Return from which distance on a key of the stream is seen, up to which, and from which on it has its bias."""
     lag = delay if has_recent else 0
-    return lag, delay + keep_top if has_bias else lag
+    return lag, window, delay + keep_top if has_bias else lag
 
 
 def _rows(states: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ def forward_kernel(
     time,
     scaling,
     lag,
+    window,
     near,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -65,7 +66,7 @@ def forward_kernel(
         )  # fmt: skip
     peak, total, acc = attend_range(
         rows, key, value, bias, hidden, first, of_document, key_strides, value_strides,
-        batch, kv_head, begin, time, scaling, lag, None, near, peak, total, acc,
+        batch, kv_head, begin, time, scaling, lag, window, near, peak, total, acc,
         KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
     )  # fmt: skip
     acc /= tl.where(total > 0, total, 1.0)[:, None]
@@ -159,6 +160,7 @@ def query_gradient_kernel(
     time,
     scaling,
     lag,
+    window,
     near,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -194,7 +196,7 @@ def query_gradient_kernel(
         )  # fmt: skip
     acc = query_gradient_of_range(
         rows, grads, of_rows, deltas, key, value, bias, hidden, first, of_document,
-        key_strides, value_strides, batch, kv_head, begin, time, scaling, lag, None, near, acc,
+        key_strides, value_strides, batch, kv_head, begin, time, scaling, lag, window, near, acc,
         KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
     )  # fmt: skip
     acc *= scaling / LOG2_E

@@ -15,8 +15,9 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from dmc.results import plots
+from dmc.results.equal_bytes import asked_of
 from dmc.results.measurement import DONE, Row, to_frame
-from dmc.results.statistics import asked_of, beside_baselines, summarize
+from dmc.results.statistics import beside_baselines, summarize
 from dmc.results.store import Store, read_rows, replace_file
 from dmc.results.tables import LEGEND, SPEEDS, all_tasks, problems_of, result_table, speed_table, speeds_of
 from dmc.results.verdict import verdicts_of
@@ -28,6 +29,7 @@ EXPECTED = (
 )
 SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
+    "instruction layer head": "What is left of each instruction",
     **dict.fromkeys(("position", "turn", "length", "entries"), "By position, turn or length"),
 }
 """Sections of plots by their coordinates; others show what the cache holds."""
@@ -47,6 +49,8 @@ class Findings:
     """Of `tables.speeds_of`, with `source`."""
     problems: list[str]
     """Of `tables.problems_of`."""
+    claims: list[str] = field(default_factory=list)
+    """What an audit says of each claim."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Folder, command and environment of groups of rows, which the column `source` counts from 1."""
 
@@ -86,11 +90,11 @@ def read_folders(
         summary["source"] = [numbers[keys[-1]] for keys in summary["keys"]]
     speeds = speeds_of(frame)
     speeds["source"] = speeds["key"].map(numbers)
-    is_shown = frame["is_main"] | frame["metric"].isin(("compression_ratio", "segments"))
+    is_shown = frame["is_main"] | frame["metric"].isin(("compression_ratio", "segments", "share_held"))
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     beside = beside_baselines(frame, reference)
-    return Findings(summary, places, beside, speeds, problems_of(rows), sources)
+    return Findings(summary, places, beside, speeds, problems_of(rows), sources=sources)
 
 
 def _source(row: Row) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, held_fraction
 from dmc.config.settings import Count, checked_dataclass
+from dmc.policies.reading import ReadingPolicy
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult
 from dmc.results.tasks.text_loss import TextTask
 from dmc.runtime import Engine, SamplingParams, Session
@@ -48,9 +49,8 @@ class CacheAnalysis(TextTask):
         for sample in samples:
             with engine.session() as session:
                 stats = session.generate(sample.prompt, params).stats
-                gates = engine.policy is None and getattr(engine.model, "compression", None) is not None
                 tokens = session.tokens[: stats.tokens_seen]
-                decisions = decisions_of(engine.model, tokens) if gates else None
+                decisions = decisions_of(engine.model, tokens) if decides(engine) else None
                 held = held_tokens(session, stats.tokens_seen, decisions)
             width = -(-held.shape[-1] // NUM_BINS)
             breakdown = [
@@ -62,6 +62,28 @@ class CacheAnalysis(TextTask):
                 SampleResult({}, stats, breakdown if decisions is None else breakdown + _of_gates(engine, decisions))
             )
         return results
+
+
+def decides(engine: Engine) -> bool:
+    """Return whether learned gates alone decide what an engine's cache holds."""
+    return engine.policy is None and getattr(engine.model, "compression", None) is not None
+
+
+def survivors(session: Session, tokens: list[int]) -> Tensor | None:
+    """Return which of a session's tokens it holds, bool [L, H, T]; None: that is not recorded.
+
+    Args:
+        session: a session that has read these tokens.
+        tokens: ids of the T tokens.
+    """
+    engine = session.engine
+    if decides(engine):
+        return held_tokens(session, len(tokens), decisions_of(engine.model, tokens))
+    if isinstance(engine.policy, ReadingPolicy):
+        return torch.ones(*session.core.cache.slots(0).shape, len(tokens), dtype=torch.bool)
+    if engine.policy is not None and "position" not in engine.cache.fields:
+        return None
+    return held_tokens(session, len(tokens))
 
 
 def held_tokens(session: Session, length: int, decisions: Tensor | None = None) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
+from jinja2 import TemplateError
 from pydantic import Field
 
 from dmc.data import DocumentSource, build_packed, framing_of
@@ -35,6 +37,27 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a piece, without special ones."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def conversation(self, roles: Sequence[str]) -> list[list[int]]:
+        """Return the tokens around the messages of a conversation that the model answers: before, between, after them.
+
+        Without a chat template: the special tokens before a text, and nothing.
+
+        Raises:
+            ValueError: the template does not take these roles.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            return [self.begin, *([] for _ in roles)]
+        marks = [f"message-{number}-here" for number in range(len(roles))]
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template takes no conversation of {', '.join(roles)}: {error}") from error
+        pieces = re.split("|".join(marks), text)
+        if len(pieces) != len(roles) + 1:
+            raise ValueError(f"the chat template leaves out a message of {', '.join(roles)}")
+        return [self.encode(piece) for piece in pieces]
 
     def ask(self, question: str) -> tuple[list[int], list[int]]:
         """Return the tokens of the question and those of the answer's beginning, which end a prompt."""

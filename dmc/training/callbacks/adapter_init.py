@@ -228,7 +228,7 @@ def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Ten
 
         s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d)) * ||W_o v_i|| / ||h_j||
 
-    after KVzap (arXiv:2601.07891), h_j the residual stream before the layer.
+    after KVzap (arXiv:2601.07891), h_j the residual stream before the layer. A gate on the output does not count.
 
     Args:
         attention: attention module of the layer.
@@ -239,8 +239,8 @@ def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Ten
         Float32 [B, H, T].
     """
     rotary, places = attention.rotation.whole(rotary), torch.arange(states.shape[1], device=states.device)[None]
-    projected = attention.project(states, rotary[0].shape[-1], positions=places)
-    query, key, value = (part.float() for part in projected)
+    query, key, value, _ = attention.project(states, rotary[0].shape[-1], positions=places)
+    query, key, value = query.float(), key.float(), value.float()
     tables = attention.rotary_tables(rotary, torch.float32)
     query, key = attention.rotate_query(query, *tables), rotate(key, *tables)
     kv_heads, length = key.shape[1], states.shape[1]

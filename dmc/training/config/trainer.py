@@ -149,9 +149,13 @@ class PlannerConfig:
     """A plan's assumptions about the devices."""
 
     device: str | None = None
-    """Name of the GPU; None: this machine's, or an H100."""
+    """Name of the GPU; None: this machine's, or the assumed one."""
     device_memory_gib: Annotated[StrictFloat, Field(gt=0, le=1e6)] | None = None
-    """Memory of one device; None: of this machine's GPU, or 80; of this machine with accelerator=cpu."""
+    """Memory of one device; None: this machine's GPU's, or the assumed one's; with accelerator=cpu this machine's."""
+    assumed_device: Annotated[str, Field(min_length=1)] = "NVIDIA H100 80GB HBM3"
+    """Name of the GPU that a run's settings are meant for: where this machine has none, a plan is for it."""
+    assumed_memory_gib: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 80.0
+    """Its memory."""
     utilization: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.35
     """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
 

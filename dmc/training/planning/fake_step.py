@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
 from dmc.training.config import RunConfig
+from dmc.training.layer_kinds import has_experts, with_layers
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
@@ -35,13 +36,13 @@ class FakeStep:
     Args:
         config: of a run without DeepSpeed.
         strategy: of the run, with its mesh.
-        num_layers: decoder layers in place of the model's own number.
+        layers: numbers of the model's layers, the only ones it has here.
     """
 
-    def __init__(self, config: RunConfig, strategy: MeshStrategy, num_layers: int) -> None:
+    def __init__(self, config: RunConfig, strategy: MeshStrategy, layers: Sequence[int]) -> None:
         self.config, self.strategy = config, strategy
         plan = Plan(config.training, config.target_ratio, config.compression)
-        shape = with_layers(model_shape(config), num_layers)
+        shape = with_layers(model_shape(config), layers)
         dtype = getattr(torch, config.dtype)
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
         if config.gates is not None:
@@ -89,7 +90,7 @@ class FakeStep:
 
 def _without_data(model: PreTrainedModel) -> PreTrainedModel:
     """Let experts of a model, if it has any, multiply in a way that works without data in every dtype."""
-    if getattr(model.config, "num_experts_per_tok", None) is not None:
+    if has_experts(model.config):
         model.set_experts_implementation(FAKE_EXPERTS)
     return model
 
@@ -107,10 +108,16 @@ def _multiply_in_groups(experts: Any, states: Tensor, chosen: Tensor, scores: Te
     """
     numbers, order = chosen.flatten().sort()
     ends = numbers.float().histc(experts.num_experts, 0, experts.num_experts - 1).cumsum(0, dtype=torch.int32)
-    product = torch.ops.transformers.grouped_mm_fallback
+
+    def project(inputs: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name)
+        weight = weight if experts.is_transposed else weight.transpose(-2, -1)
+        outputs = torch.ops.transformers.grouped_mm_fallback(inputs, weight, ends)
+        return outputs + getattr(experts, f"{name}_bias")[numbers] if experts.has_bias else outputs
+
     of_experts = states[order // chosen.shape[-1]].to(experts.gate_up_proj.dtype)
-    inner = experts._apply_gate(product(of_experts, experts.gate_up_proj.transpose(-2, -1), ends))
-    weighted = product(inner, experts.down_proj.transpose(-2, -1), ends) * scores.flatten()[order, None]
+    inner = experts._apply_gate(project(of_experts, "gate_up_proj"))
+    weighted = project(inner, "down_proj") * scores.flatten()[order, None]
     return weighted[order.argsort()].view(*chosen.shape, -1).sum(1).to(states.dtype)
 
 
@@ -119,13 +126,13 @@ ALL_EXPERTS_FUNCTIONS.register(FAKE_EXPERTS, _multiply_in_groups)
 
 @contextmanager
 def fake_step(
-    config: RunConfig, num_layers: int, rank: int = 0, watch: AbstractContextManager | None = None
+    config: RunConfig, layers: Sequence[int], rank: int = 0, watch: AbstractContextManager | None = None
 ) -> Iterator[FakeStep]:
     """Let this process be one rank of a run, and lay the run's model over all of them; attention is the device's.
 
     Args:
         config: of a run without DeepSpeed.
-        num_layers: decoder layers in place of the model's own number.
+        layers: numbers of the model's layers, the only ones it has here.
         rank: who this process is.
         watch: entered before the model is made.
     """
@@ -141,12 +148,4 @@ def fake_step(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if watch is not None:
             stack.enter_context(watch)
-        yield FakeStep(config, strategy, num_layers)
-
-
-def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Copy a configuration with another number of layers, all of which have full attention: they need most."""
-    values = config.to_dict() | {"num_hidden_layers": num_layers}
-    if values.get("layer_types"):
-        values["layer_types"] = ["full_attention"] * num_layers
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+        yield FakeStep(config, strategy, layers)

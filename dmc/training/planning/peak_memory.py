@@ -7,7 +7,8 @@ needs less than the step's own forward.
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from dmc.training.config import RunConfig
+from dmc.training.layer_kinds import layer_kinds
 from dmc.training.planning.fake_step import fake_step
+from dmc.training.planning.start_checks import model_shape
 
-DEPTHS, SHARDED_DEPTHS = (2, 3), (4, 5)
-"""Numbers of layers that are traced; the neighbors of the first and last ones are gathered or reduced meanwhile."""
+ENDS, SHARDED_ENDS = 1, 2
+"""First and last layers that are traced; the neighbors of the very first and last are gathered or reduced meanwhile."""
 NAMES = {
     "Parameter": "weights", "Sharded Param": "weights", "Buffer": "weights",
     "Gradient": "gradients", "Sharded Grad": "gradients",
@@ -65,18 +68,15 @@ class Memory:
         return sum(self.components.values())
 
 
-def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool) -> Memory:
+def plan_memory(config: RunConfig, num_ranks: int, on_gpu: bool) -> Memory:
     """Find the moment of peak memory in a step, and its components.
 
     Args:
         config: the run.
-        num_layers: of its model.
         num_ranks: data parallel ranks.
         on_gpu: whether the device is a GPU.
     """
-    peaks, num_weights, num_trained = trace(
-        without_deepspeed(config), num_layers, config.training.accumulation(num_ranks)
-    )
+    peaks, num_weights, num_trained = trace(without_deepspeed(config), config.training.accumulation(num_ranks))
     cpu, formulas = 0, []
     if config.trainer.uses_deepspeed:
         states, cpu = _zero_states(config, num_weights, num_ranks)
@@ -89,7 +89,6 @@ def plan_memory(config: RunConfig, num_layers: int, num_ranks: int, on_gpu: bool
         components["context, fragmentation"] = CONTEXT_BYTES + round(FRAGMENTED * sum(components.values()))
         formulas.append("context, fragmentation")
     found = tuple(name for name in components if name in formulas)
-    peak = re.sub(r"-(\d+)$", lambda back: str(num_layers - int(back[1])), peak)
     return Memory(components, peak, num_weights, num_trained, found, cpu)
 
 
@@ -105,34 +104,42 @@ def without_deepspeed(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, trainer=trainer, dtype=dtype)
 
 
-def trace(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
+def trace(config: RunConfig, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
     """Count the memory at each moment of a step, the model's weights, and those that are trained.
 
-    Layers are alike: each moment's peak, and each of its components, is linear in their number.
+    Each moment's peak, and each of its components, is linear in the number of layers of each kind. So the first layers,
+    the last ones and the last of each kind are traced, and once more with one more layer of each kind that is left.
 
     Args:
         config: of a run without DeepSpeed.
-        num_layers: of the model.
         micro_batches: of a step.
     """
-    depths = DEPTHS if config.trainer.strategy in ("auto", "ddp") else SHARDED_DEPTHS
-    if num_layers <= depths[1]:
-        return _trace_layers(config, num_layers, micro_batches)
-    (few, *some), (more, *others) = (_trace_layers(config, depth, micro_batches) for depth in depths)
+    kinds, ends = layer_kinds(model_shape(config)), ENDS if config.trainer.strategy in ("auto", "ddp") else SHARDED_ENDS
+    everywhere = range(len(kinds))
+    last_of_kinds = {kind: number for number, kind in enumerate(kinds)}.values()
+    traced = sorted({*everywhere[:ends], *everywhere[-ends:], *last_of_kinds})
+    left: dict[str, list[int]] = {}
+    for number in sorted({*everywhere} - {*traced}):
+        left.setdefault(kinds[number], []).append(number)
+    if sum(map(len, left.values())) <= len(left):
+        return _trace_layers(config, list(everywhere), micro_batches)
+    peaks, *counts = _trace_layers(config, traced, micro_batches)
+    sums = {moment: Counter(counted) for moment, counted in peaks.items()}
+    num_weights, num_trained = counts
+    for numbers in left.values():
+        more, *more_counts = _trace_layers(config, sorted([*traced, numbers[0]]), micro_batches)
+        for moment, counted in peaks.items():
+            for name, size in counted.items():
+                sums[moment][name] += (more[moment][name] - size) * len(numbers)
+        num_weights += (more_counts[0] - counts[0]) * len(numbers)
+        num_trained += (more_counts[1] - counts[1]) * len(numbers)
+    return {moment: dict(counted) for moment, counted in sums.items()}, num_weights, num_trained
 
-    def extended(one: int, other: int) -> int:
-        return one + (other - one) * (num_layers - depths[0]) // (depths[1] - depths[0])
 
-    peaks = {
-        moment: {name: extended(size, more[moment][name]) for name, size in counted.items()}
-        for moment, counted in few.items()
-    }
-    num_weights, num_trained = map(extended, some, others)
-    return peaks, num_weights, num_trained
-
-
-def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tuple[dict[str, dict[str, int]], int, int]:
-    with fake_step(config, num_layers) as step:
+def _trace_layers(
+    config: RunConfig, layers: Sequence[int], micro_batches: int
+) -> tuple[dict[str, dict[str, int]], int, int]:
+    with fake_step(config, layers) as step:
         module, model = step.module, step.module.model
         num_weights = sum(parameter.numel() for parameter in model.parameters())
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -152,7 +159,7 @@ def _trace_layers(config: RunConfig, num_layers: int, micro_batches: int) -> tup
             tracker.track_external(model, step.optimizer)
         if step.strategy.mesh_shape[2] > 1:
             step.micro_batch()  # DTensor tries an operation once on tensors of the whole shape, which are none here
-        peaks = Peaks(tracker, model)
+        peaks = Peaks(tracker, model, layers)
         count = min(micro_batches, 2)  # the last one needs most; where ranks hold parts, the first leaves buffers to it
         with tracker:
             for index in range(0 if step.strategy.holds_parts else count - 1, count):
@@ -181,15 +188,14 @@ class Peaks:
     Args:
         tracker: torch's.
         model: whose layers tell the moments.
+        numbers: of these layers in the whole model.
     """
 
-    def __init__(self, tracker: MemTracker, model: Any) -> None:
+    def __init__(self, tracker: MemTracker, model: Any, numbers: Sequence[int]) -> None:
         self.counted: dict[str, dict[str, int]] = {}
         self._tracker, self._moment = tracker, ""
-        layers = model.model.layers
-        for place, layer in enumerate(layers):
-            place = place if place < len(layers) / 2 else place - len(layers)
-            self._at_gradient_of(layer, f"backward of layer {place}")
+        for number, layer in zip(numbers, model.model.layers, strict=True):
+            self._at_gradient_of(layer, f"backward of layer {number}")
         model.model.norm.register_forward_pre_hook(lambda *_: self.begin("logits and loss"))
         self._at_gradient_of(model.model.embed_tokens, "backward of the embedding")
 

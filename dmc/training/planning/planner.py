@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dmc.budget import sequence_ratio
+from dmc.compression.full_attention import layer_windows
 from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 from dmc.training.planning.disk import Disk, plan_disk
@@ -19,7 +21,6 @@ from dmc.training.planning.start_checks import check_start, model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.devices import devices_per_node
 
-ASSUMED_DEVICE, ASSUMED_GIB = "NVIDIA H100 80GB HBM3", 80.0
 GIB = 2**30
 
 
@@ -45,8 +46,8 @@ class Device:
             return cls(properties.name, memory, True, "this machine's GPU")
         is_given = planner.device is not None and planner.device_memory_gib is not None
         return cls(
-            planner.device or ASSUMED_DEVICE,
-            planner.device_memory_gib or ASSUMED_GIB,
+            planner.device or planner.assumed_device,
+            planner.device_memory_gib or planner.assumed_memory_gib,
             True,
             "given" if is_given else "assumed: set planner.device and planner.device_memory_gib",
         )
@@ -86,6 +87,10 @@ class TrainingPlan:
     stages: list[StagePlan]
     steps: int
     """Optimizer steps of the run."""
+    target_ratio: float
+    """Compression ratio of the layers that can be compressed."""
+    sequence_ratio: float
+    """That of all keys and values at the end of a training sequence, those of windows included."""
     utilization: float
     """Share of the device's peak that is assumed to be reached."""
     flops_per_step: float
@@ -148,7 +153,7 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
     behind = 0 if training.branch_from is None else plan.ratio_steps([config.target_ratio])[config.target_ratio]
     lengths = plan.lengths(behind)
     device = Device.of(config, planner)
-    memory = plan_memory(config, model.num_hidden_layers, num_devices // cuts, device.is_gpu)
+    memory = plan_memory(config, num_devices // cuts, device.is_gpu)
     stored = 2 if config.dtype == "bfloat16" else 4
     stages = [StagePlan(name, steps, steps * training.tokens_per_step) for name, steps in lengths]
     reads_parts = trainer.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") and config.model is not None
@@ -174,6 +179,8 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         tokens_per_step=training.tokens_per_step,
         stages=stages,
         steps=steps,
+        target_ratio=config.target_ratio,
+        sequence_ratio=sequence_ratio(config.target_ratio, training.sequence_length, layer_windows(model)),
         utilization=planner.utilization,
         flops_per_step=flops_per_step,
         step_seconds=step_seconds,
@@ -203,10 +210,9 @@ def propose_settings(config: RunConfig, plan: TrainingPlan) -> Proposal | None:
     """Find better settings for the GPUs of a plan; None: there are none, or the run is a CPU's."""
     if not plan.device.is_gpu:
         return None
-    num_layers = model_shape(config).num_hidden_layers
 
     def measure(other: RunConfig) -> Memory:
-        return plan_memory(other, num_layers, plan.data_parallel_size, on_gpu=True)
+        return plan_memory(other, plan.data_parallel_size, on_gpu=True)
 
     num_local = devices_per_node(config)
     return propose(config, num_local, plan.device.memory_gib * GIB, plan.memory, measure)
@@ -241,6 +247,11 @@ def plan_table(plan: TrainingPlan) -> str:
         *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),
         f"  {'total':<12}{plan.steps:9,} steps {sum(stage.tokens for stage in plan.stages):19,} tokens",
     ]
+    if plan.sequence_ratio != plan.target_ratio:
+        lines.append(
+            f"cache: CR {plan.target_ratio:g} of the layers that attend to all tokens, "
+            f"{plan.sequence_ratio:.2f} of all keys and values of a training sequence"
+        )
     time = f"time: {plan.flops_per_step:.2g} FLOPs a step; "
     if plan.step_seconds is None:
         time += f"the peak of {device.name} is not known"

@@ -19,12 +19,11 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -35,7 +34,8 @@ from typing_extensions import override
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
-from dmc.models.tensor_parallel import check_divides, check_norms
+from dmc.models.recurrent import attention_layers
+from dmc.models.tensor_parallel import check_divides, count_heads, cut_modules, pieces_of
 from dmc.models.weights import local_folder, open_weights
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
@@ -169,7 +169,7 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         distributed_checkpoint.load(parts, storage_reader=reader)
         for name in sorted(set(state) - set(parts)):  # KV heads to merge, experts that files hold apart
             holder, _, key = name.rpartition(".")
-            value, head_dim = getattr(model.get_submodule(holder), key), model.model.layers[0].self_attn.head_dim
+            value, head_dim = getattr(model.get_submodule(holder), key), attention_layers(model)[0].head_dim
             weight = merge_rows(stored[name][:].to(self.root_device, value.dtype), value.shape[0], head_dim)
             if isinstance(value, nn.Parameter):
                 _set_full(value, weight)
@@ -213,16 +213,17 @@ def _set_full(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the heads and the MLP's neurons among the ranks of `mesh`, by transformers' own plan for the model.
+    """Divide the heads and the MLP's neurons among the ranks of `mesh`, see `cut_modules`.
 
     Between attention and MLP, in norms and residuals, each rank has its part of the tokens (sequence parallelism).
-    Experts stay whole.
+    Experts stay whole, and what makes queries, keys and values, or gate and up, in one: each rank takes its heads.
     """
     tokens, replicated = Shard(TIME), Replicate()
+    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=tokens),
-        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "head_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     }
     norm = SequenceParallel(sequence_dim=TIME, use_local_output=True)
     of_layer: dict[str, ParallelStyle] = {
@@ -231,22 +232,62 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         ),
         "mlp": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=replicated),
     }
-    whole = PrepareModuleInputOutput(  # experts, which FSDP2 shards: each rank computes those of all tokens
-        input_layouts=tokens, desired_input_layouts=replicated, use_local_input=True, output_layouts=replicated,
-        desired_output_layouts=tokens,
-    )  # fmt: skip
     is_trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    check_norms(model)
-    plan = model.config.base_model_tp_plan
-    for pattern, name in plan.items():
-        if name in styles and "expert" not in pattern:
-            parallelize_module(model.model, mesh, {pattern: styles[name]})
+    for name, style in cut_modules(model).items():
+        module = model.get_submodule(name)
+        if style == "norm":
+            _divide_norm(module, mesh)
+        elif name.endswith("qkv_proj"):
+            count_heads(model.get_submodule(name.removesuffix(".qkv_proj")), mesh.size())
+            _divide_outputs(module, ranks, pieces_of(name, module.out_features, model.config))
+        elif style in styles and "expert" not in name:
+            parallelize_module(module, mesh, styles[style])
     for layer in model.model.layers:
-        norms = {name: norm for name, _ in layer.named_children() if name.endswith("norm")}
-        is_cut = hasattr(layer.mlp, "down_proj") and isinstance(layer.mlp.down_proj.weight, DTensor)
-        parallelize_module(layer, mesh, of_layer | norms | ({} if is_cut else {"mlp": whole}))
+        attention = layer.self_attn
+        if hasattr(attention, "sinks"):
+            attention.sinks = nn.Parameter(distribute_tensor(attention.sinks.detach(), mesh, [Shard(0)]))
+        for name, child in layer.named_children():
+            if name.endswith("norm"):
+                parallelize_module(child, mesh, norm)
+            elif any(isinstance(weight, DTensor) for weight in child.parameters()):
+                parallelize_module(child, mesh, of_layer[name])
+            elif (
+                next(child.parameters(), None) is not None
+            ):  # experts, which FSDP2 shards: each rank computes all tokens
+                child.register_forward_pre_hook(lambda _, inputs: (ranks.all_gather(inputs[0], TIME), *inputs[1:]))
+                child.register_forward_hook(lambda _, __, output: _first_scattered(ranks, output))
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained[name])  # the norms' are new ones under SequenceParallel
-    ranks = Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     model.model.layers[0].register_forward_pre_hook(lambda _, inputs: (ranks.scatter(inputs[0], TIME), *inputs[1:]))
     model.model.norm.register_forward_pre_hook(lambda _, inputs: (ranks.all_gather(inputs[0], TIME), *inputs[1:]))
+
+
+def _divide_norm(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a norm over all heads, of [B, T, channels] or [B, T, H, D], have each rank's heads."""
+
+    def divide(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        for key, weight in list(part.named_parameters(recurse=False)):
+            setattr(part, key, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+
+    distribute_module(
+        module,
+        mesh,
+        divide,
+        lambda _, inputs, __: (DTensor.from_local(inputs[0], mesh, [Shard(HEADS)]),),
+        lambda _, output, __: output.to_local(),
+    )
+
+
+def _divide_outputs(module: nn.Module, ranks: Ranks, pieces: tuple[int, ...]) -> None:
+    """Let a whole linear layer over all tokens return this rank's share of each piece of its outputs."""
+    module.register_forward_pre_hook(lambda _, inputs: inputs[0].to_local())
+    module.register_forward_hook(
+        lambda _, __, output: torch.cat([ranks.scatter(part, -1) for part in output.split(pieces, -1)], -1)
+    )
+
+
+def _first_scattered(ranks: Ranks, output: Any) -> Any:
+    """Return this rank's tokens of the output of experts, beside which some return what their router has said."""
+    if isinstance(output, tuple):
+        return (ranks.scatter(output[0], TIME), *output[1:])
+    return ranks.scatter(output, TIME)

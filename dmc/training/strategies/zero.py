@@ -28,6 +28,7 @@ from typing_extensions import override
 from dmc.models.adapter import GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
+from dmc.models.recurrent import attention_layers
 from dmc.models.weights import local_folder, open_weights
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
@@ -78,7 +79,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
             return
         folder = local_folder(path, self.revision_of(path))
         stored = open_weights(folder)
-        head_dim = model.model.layers[0].self_attn.head_dim
+        head_dim = attention_layers(model)[0].head_dim
         for name, part in list(model.named_modules()):
             for key, parameter in list(part.named_parameters(recurse=False)):
                 weight = f"{name}.{key}"

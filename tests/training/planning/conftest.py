@@ -22,12 +22,12 @@ def traces(tmp_path_factory, worker_id):
 def traced_once(traces, monkeypatch):
     plain = peak_memory._trace_layers
 
-    def trace_layers(config, num_layers, micro_batches):
-        key = repr((config, num_layers, min(micro_batches, 2)))
+    def trace_layers(config, layers, micro_batches):
+        key = repr((config, layers, min(micro_batches, 2)))
         path = traces / hashlib.sha256(key.encode()).hexdigest()
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                path.write_text(json.dumps(plain(config, num_layers, micro_batches)))
+                path.write_text(json.dumps(plain(config, layers, micro_batches)))
         return json.loads(path.read_text())
 
     monkeypatch.setattr(peak_memory, "_trace_layers", trace_layers)

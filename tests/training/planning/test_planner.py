@@ -40,6 +40,7 @@ def shape_of(config):
         ("qwen3_8b", 8_190_735_360),
         ("qwen3_0p6b", 596_049_920),
         ("qwen3_30b_a3b", 30_532_122_624),
+        ("gpt_oss_20b", 20_914_757_184),
     ],
 )
 def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
@@ -49,19 +50,26 @@ def test_shape_of_every_base_has_the_published_number_of_weights(name, count):
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
+HYBRID = {
+    **SHAPE, "model_type": "olmo3", "num_hidden_layers": 8, "sliding_window": 16, "max_position_embeddings": 512,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("compression", "precision", "length", "checkpointing"),
+    ("shape", "compression", "precision", "length", "checkpointing"),
     [
-        (None, "bf16-mixed", 48, True),
-        ({}, "32-true", 128, False),
-        ({}, "bf16-mixed", 48, True),
-        ({"delay": 16}, "32-true", 128, True),
+        (SHAPE, None, "bf16-mixed", 48, True),
+        (SHAPE, {}, "32-true", 128, False),
+        (SHAPE, {}, "bf16-mixed", 48, True),
+        (SHAPE, {"delay": 16}, "32-true", 128, True),
+        (HYBRID, {"delay": 16}, "32-true", 128, False),
     ],
-    ids=str,
+    ids=["stock", "gates", "gates, bf16-mixed", "delay", "windows"],
 )
-def test_planned_peak_is_what_the_allocator_hands_out(compression, precision, length, checkpointing):
+def test_planned_peak_is_what_the_allocator_hands_out(shape, compression, precision, length, checkpointing):
     config = run(
-        compression=compression, trainer__precision=precision, training__sequence_length=length,
+        shape, compression=compression, trainer__precision=precision, training__sequence_length=length,
         training__activation_checkpointing=checkpointing,
     )  # fmt: skip
     measured = measured_memory.allocated_peak(lambda: measured_memory.train_steps(config, shape_of(config)))
@@ -118,15 +126,22 @@ def test_planned_shards_are_what_two_ranks_hold(tmp_path):
 
 
 SIX = {**SHAPE, "num_hidden_layers": 6}
+EXPERTS = {
+    **SHAPE, "model_type": "gpt_oss", "num_hidden_layers": 8, "sliding_window": 16, "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 TP = {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("devices", "changes"),
+    ("shape", "devices", "changes"),
     [
-        (1, {"trainer__precision": "bf16-mixed"}),
-        (1, {"training__batch_size": 2, "training__activation_checkpointing": True, "training__gates_only": True}),
+        (SIX, 1, {"trainer__precision": "bf16-mixed"}),
+        (SIX, 1, {"training__batch_size": 2, "training__activation_checkpointing": True, "training__gates_only": True}),
+        (EXPERTS, 2, {"trainer__strategy": "fsdp2", "training__gates_only": True}),
         (
+            SIX,
             4,
             {
                 "trainer__strategy": "fsdp2",
@@ -135,17 +150,18 @@ TP = {"trainer__strategy": "fsdp2", "trainer__tensor_parallel_size": 2}
                 "trainer__accumulate_locally": True,
             },
         ),
-        (8, {"trainer__strategy": "hsdp", "trainer__shard_size": 2, "trainer__tensor_parallel_size": 2}),
+        (SIX, 8, {"trainer__strategy": "hsdp", "trainer__shard_size": 2, "trainer__tensor_parallel_size": 2}),
     ],
-    ids=str,
+    ids=["one device", "gates alone", "windows, sinks and experts", "fsdp2", "hsdp, cut heads"],
 )
-def test_two_depths_tell_what_every_depth_needs(devices, changes, monkeypatch):
-    config = run(SIX, trainer__devices=devices, **changes)
+def test_some_layers_tell_what_all_need(shape, devices, changes, monkeypatch):
+    config = run(shape, trainer__devices=devices, **changes)
     extrapolated = plan(config).memory
-    monkeypatch.setattr(peak_memory, "DEPTHS", (6, 6))
-    monkeypatch.setattr(peak_memory, "SHARDED_DEPTHS", (6, 6))
+    monkeypatch.setattr(peak_memory, "ENDS", 8)
+    monkeypatch.setattr(peak_memory, "SHARDED_ENDS", 8)
     traced = plan(config).memory
     assert (traced.total, traced.num_weights) == (extrapolated.total, extrapolated.num_weights)
+    assert traced.num_trained == extrapolated.num_trained
     assert traced.components == extrapolated.components
 
 
@@ -212,6 +228,21 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
     assert line.startswith(f"time: {operations / 7:.2g} FLOPs a step; at 50% of the peak") and "GPU-hours" in line
     assert [(stage.name, stage.steps) for stage in found.stages] == [("zero_out", 2), ("retrofit", 5)]
     assert sum(stage.tokens for stage in found.stages) == tokens
+
+
+def test_a_plan_tells_both_ratios_of_a_model_with_windows():
+    alike, hybrid = (plan(gpus(base__shape=shape, compression={"target_ratio": 4.0})) for shape in (SHAPE, HYBRID))
+    assert alike.target_ratio == alike.sequence_ratio == 4 and "cache:" not in plan_table(alike)
+    assert hybrid.target_ratio == 4 and hybrid.sequence_ratio == (2 * 64 + 6 * 16) / (2 * 16 + 6 * 16)  # of 64 tokens
+    assert "cache: CR 4 of the layers that attend to all tokens, 1.75 of all keys" in plan_table(hybrid)
+
+
+def test_settings_for_a_gpu_are_planned_for_it_where_this_machine_has_none(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    device = plan(gpus(), assumed_device="RTX 4090", assumed_memory_gib=24.0).device
+    assert (device.name, device.memory_gib) == ("RTX 4090", 24.0)
+    device = plan(gpus(), device="H200", device_memory_gib=141.0, assumed_memory_gib=24.0).device
+    assert (device.name, device.memory_gib) == ("H200", 141.0)
 
 
 def test_a_plan_of_a_fresh_model_needs_its_vocabulary():

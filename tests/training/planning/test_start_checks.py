@@ -23,7 +23,7 @@ def shipped(name):
     config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
     if config.model is None or config.model == config.base.path:
         return config
-    tiny = "tiny_llama_32_heads" if name.startswith("study/") else "tiny_llama"
+    tiny = {"study": "tiny_llama_32_heads", "hybrid": "tiny_gpt_oss"}.get(name.split("/")[0], "tiny_llama")
     shape = {**composed(f"base={tiny}").base.shape, "vocab_size": config.data.tokenizer.train_vocab_size}
     return dataclasses.replace(config, base=BaseConfig(config.model, shape))
 
@@ -96,7 +96,7 @@ REFUSED = [
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
     (
         {"base.shape.model_type": "gpt2"},
-        "gpt2 cannot be retrofitted: nothing is known of c_attn, c_proj in its attention",
+        "layer 0 of this gpt2 model cannot be retrofitted: nothing is known of c_attn, c_proj in its attention",
     ),
     (
         {"base.shape.rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

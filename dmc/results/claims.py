@@ -1,0 +1,188 @@
+"""Claims about methods, and whether the samples of a comparison carry them: `cr8 within 3 points of full at recall`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas
+
+from dmc.config.settings import suggest
+from dmc.results.measurement import FULL
+from dmc.results.statistics import CONFIDENCE, Estimate, paired
+from dmc.results.verdict import Scale
+
+GRAMMAR = re.compile(
+    r"(?P<subject>\S+) (?:within (?P<margin>\d+(?:\.\d+)?) (?P<unit>points?|nats) of|better than) (?P<other>\S+)"
+    r" at (?:(?P<metric>\S+) of )?(?P<task>\S.*)"
+)
+EXPECTED = (
+    "expected 'METHOD within NUMBER points of METHOD at TASK' (or nats), or 'METHOD better than METHOD at TASK'; "
+    "METHOD is a model, full, POLICY, POLICY/BUDGET or MODEL/POLICY/BUDGET, TASK may be 'METRIC of TASK'"
+)
+Standing = Literal["true", "false", "not carried"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A line of a comparison, over its seeds."""
+
+    variant: str
+    policy: str
+    budget: str | None
+    """None: the full cache, or a model's learned gates."""
+    is_full: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a claim may call it, the longest name first."""
+        if self.budget is not None:
+            end = f"{self.policy}/{self.budget}"
+            return f"{self.variant}/{end}", end, f"{self.variant}/{self.policy}", self.policy
+        return (f"{self.variant}/{FULL}", self.variant, FULL) if self.is_full else (self.variant,)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence that a comparison may show to be true or false."""
+
+    text: str
+    subject: str
+    other: str
+    task: str
+    metric: str | None
+    """None: the task's main one."""
+    margin: float | None
+    """Largest loss of the subject against the other, in the metric; None: it is better."""
+    unit: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Claim:
+        """Read a claim.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = GRAMMAR.fullmatch(" ".join(text.split()))
+        if found is None:
+            raise ValueError(f"claim={text!r}: {EXPECTED}")
+        subject, margin, unit, other, metric, task = found.groups()
+        if subject == other:
+            raise ValueError(f"claim={text!r}: it compares {subject} with itself")
+        unit = None if unit is None else unit.removesuffix("s")
+        number = None if margin is None else float(margin) / (100 if unit == "point" else 1)
+        return cls(found.string, subject, other, task, metric, number, unit)
+
+    def check(self, methods: Iterable[Method], tasks: Collection[str], reference: str | None) -> None:
+        """Check before anything is measured that its names are those of a comparison.
+
+        Args:
+            methods: those of the comparison.
+            tasks: their names.
+            reference: variant or model whose full cache `full` is.
+        Raises:
+            ValueError: a name is unknown, or stands for several methods.
+        """
+        if self.task not in tasks:
+            raise ValueError(
+                f"claim={self.text!r}: {self.task!r} is no task of this audit; {suggest(self.task, tasks)}"
+            )
+        known = [*dict.fromkeys(methods)]
+        if self._find(self.subject, known, reference) == self._find(self.other, known, reference):
+            raise ValueError(f"claim={self.text!r}: it compares {self.subject} with itself")
+
+    def judge(self, frame: pandas.DataFrame, reference: str | None) -> Judgement:
+        """Return whether measurements show it.
+
+        Args:
+            frame: of `Store.frame`.
+            reference: see `check`.
+        Raises:
+            ValueError: a method or metric was not measured, or the metric is not in the claim's unit.
+        """
+        is_metric = frame["is_main"] if self.metric is None else frame["metric"] == self.metric
+        lines = frame[(frame["task"] == self.task) & (frame["by"] == "") & is_metric]
+        if lines.empty:
+            known = frame[(frame["task"] == self.task) & (frame["by"] == "")]["metric"].unique()
+            raise ValueError(f"claim={self.text!r}: {self.metric or 'its metric'} was not measured, but {[*known]}")
+        methods = [
+            Method(*values) for values in lines[["variant", "policy", "budget", "is_full"]].itertuples(index=False)
+        ]
+        sides = [self._find(name, [*dict.fromkeys(methods)], reference) for name in (self.subject, self.other)]
+        subject, other = (lines[[method == side for method in methods]] for side in sides)
+        scale = Scale.of(lines)
+        if self.unit is not None and self.unit != ("point" if scale.is_share else scale.unit.strip().removesuffix("s")):
+            raise ValueError(f"claim={self.text!r}: {scale.metric} is not measured in {self.unit}s")
+        try:
+            return Judgement(self, paired(subject, other), scale, int(subject["num_samples"].iloc[0]))
+        except ValueError as error:
+            raise ValueError(f"claim={self.text!r}: {error}") from error
+
+    def _find(self, name: str, methods: list[Method], reference: str | None) -> Method:
+        found = [method for method in methods if name in method.names]
+        if len(found) > 1 and name == FULL:
+            found = [method for method in found if method.variant == reference] or found
+        if not found:
+            known = [method.names[0] for method in methods]
+            raise ValueError(f"claim={self.text!r}: {name!r} is no method of this audit; {suggest(name, known)}")
+        if len(found) > 1:
+            which = " or ".join(method.names[0] for method in found)
+            raise ValueError(f"claim={self.text!r}: {name!r} is not one method; say {which}")
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What measurements say of a claim."""
+
+    claim: Claim
+    lost: Estimate
+    """How much worse the subject is than the other."""
+    scale: Scale
+    num_samples: int
+
+    @property
+    def standing(self) -> Standing:
+        """Whether it is true or false with 95 % confidence, or neither."""
+        margin = self.claim.margin
+        if self.lost.upper <= margin if margin is not None else self.lost.upper < 0:
+            return "true"
+        return "false" if self.lost.lower > (margin or 0.0) else "not carried"
+
+    @property
+    def contexts_needed(self) -> int | None:
+        """Contexts that would decide it if the difference stayed as measured; None: no number of them is known to."""
+        distance = abs((self.claim.margin or 0.0) - self.lost.value)
+        return self.lost.contexts_needed(distance) if distance > 0 else None
+
+    def __str__(self) -> str:
+        lost, scale, contexts = self.lost, self.scale, self.lost.num_contexts
+        difference, sure = scale.difference(lost.value, lost.error), f"with {100 * CONFIDENCE:.0f} % confidence"
+        kind = "samples" if contexts == self.num_samples else "texts"
+        over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
+        if self.standing != "not carried":
+            side = f"at most {scale.bound(lost.upper)} worse"
+            if lost.upper < 0 or self.standing == "false":
+                side = f"at least {self._least}"
+            return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over})."
+        if math.isinf(lost.reach):
+            carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
+        else:
+            carried = f"{over} carry a margin of {scale.bound(lost.reach)}"
+        needed = self.contexts_needed
+        if needed is None:
+            more = "how many would is unknown: give more texts, or more seeds"
+        else:
+            more = f"it would need {needed:,} {kind}"
+            more += "" if kind == "samples" else f" ({math.ceil(needed * self.num_samples / contexts):,} samples)"
+        return f"not carried: {self.claim.text}: {difference}; {carried}; {more}."
+
+    @property
+    def _least(self) -> str:
+        """Return the bound that is nearer to no difference."""
+        is_better = self.lost.upper < 0
+        bound = (100 if self.scale.is_share else 1) * (-self.lost.upper if is_better else self.lost.lower)
+        return f"{bound:.3g}{self.scale.unit_of_difference} {'better' if is_better else 'worse'}"

@@ -1,0 +1,146 @@
+"""Claims: what they may say, and what recorded samples make of them."""
+
+import re
+
+import numpy
+import pytest
+from report_rows import plain_row
+
+from dmc.results.claims import Claim, Method
+from dmc.results.measurement import to_frame
+from dmc.results.statistics import difference
+
+WITHIN = "retrofit within 3 points of full at recall"
+METHODS = [
+    Method("base", "full", None, True),
+    Method("retrofit", "full", None, False),
+    *(Method("base", policy, budget, False) for policy in ("h2o", "snapkv") for budget in ("4", "bytes:retrofit")),
+]
+
+
+def answers_row(policy, budget, values, **changes):
+    row = {
+        "main_metric": "exact_match",
+        "higher_is_better": True,
+        "metrics": {"exact_match": float(numpy.mean(values))},
+    }
+    return plain_row(policy, budget, values, **row, **{"task": "recall", **changes})
+
+
+def rows_of(num_contexts, lost):
+    """Return rows of a full cache, a retrofit and H2O that lose these shares of the answers to 8 questions a text."""
+    right = numpy.ones(8 * num_contexts)
+    contexts = [index // 8 for index in range(len(right))]
+
+    def losing(share):
+        values, draw = right.copy(), numpy.random.default_rng(0)
+        values[draw.choice(len(values), size=round(share * len(values)), replace=False)] = 0
+        return values.tolist()
+
+    learned = {"model": "retrofit", "learned": True, "key": "retrofit", "requested_ratio": 4.0, "reference": "base"}
+    return [
+        answers_row("full", None, right.tolist(), contexts=contexts),
+        answers_row("full", None, losing(lost[0]), contexts=contexts, **learned),
+        answers_row("h2o", "4", losing(lost[1]), contexts=contexts),
+    ]
+
+
+def judged(text, num_contexts, *lost):
+    return Claim.parse(text).judge(to_frame(rows_of(num_contexts, lost)), "base")
+
+
+def test_a_claim_that_the_samples_carry_is_true():
+    found = judged(WITHIN, 150, 0.005, 0.5)
+    assert found.standing == "true" and str(found).startswith(f"true: {WITHIN}: 0.5 ± ")
+    assert "at most" in str(found) and "(150 texts)" in str(found)
+    better = judged("retrofit better than h2o at recall", 150, 0.005, 0.5)
+    assert better.standing == "true" and re.search(
+        r"points better, at least 4\d(\.\d)? points better with", str(better)
+    )
+    assert judged("h2o/4 within 60 points of base at recall", 150, 0.005, 0.5).standing == "true"
+
+
+def test_a_claim_that_the_samples_contradict_is_false():
+    found = judged("h2o within 3 points of full at recall", 32, 0.0, 0.5)
+    assert found.standing == "false" and "at least" in str(found) and "(32 texts)" in str(found)
+    assert judged("base/h2o/4 better than retrofit at recall", 32, 0.0, 0.5).standing == "false"
+
+
+def test_too_few_samples_carry_no_claim_and_it_says_how_many_would():
+    found = judged(WITHIN, 16, 0.01, 0.5)
+    assert found.standing == "not carried" and found.lost.value < 0.03 < found.lost.upper
+    needed = found.contexts_needed
+    assert needed > 16 and f"it would need {needed:,} texts ({8 * needed:,} samples)" in str(found)
+    # as many texts of the same spread do carry it
+    rows = rows_of(16, (0.01, 0.5))
+    more, once = -(-needed // 16), rows[0]["contexts"]
+    for row in rows:
+        row["sample_values"] = row["sample_values"] * more
+        row["contexts"] = [context + 16 * copy for copy in range(more) for context in once]
+        row["samples"] *= more
+    again = Claim.parse(WITHIN).judge(to_frame(rows), "base")
+    assert again.standing == "true" and again.lost.num_contexts >= needed
+
+
+def test_a_single_text_carries_nothing():
+    found = judged(WITHIN, 1, 0.0, 0.5)
+    assert found.standing == "not carried" and found.contexts_needed is None and "unknown" in str(found)
+
+
+def test_differences_are_paired_by_sample_and_seed():
+    draw, rows = numpy.random.default_rng(1), []
+    shared = {"higher_is_better": False, "task": "text"}
+    full = [draw.normal(3, 1, 40) for _ in range(2)]
+    lost = [draw.normal(0.1, 0.01, 40) for _ in range(2)]
+    for seed in range(2):
+        for name, values, learned in (("base", full[seed], False), ("cr4", full[seed] + lost[seed], True)):
+            settings = {"model": {"path": name, "variant": name, "seed": seed}}
+            rows.append(plain_row("full", None, values.tolist(), key=f"{name} {seed}", model=f"{name}-s{seed}"))
+            rows[-1] |= {"learned": learned, "settings": settings, "requested_ratio": 4.0 if learned else 1.0, **shared}
+    found = Claim.parse("cr4 within 0.15 nats of full at text").judge(to_frame(rows), "base")
+    assert found.lost == difference([whole + more for whole, more in zip(full, lost)], full)
+    assert found.lost.by_seed == pytest.approx([more.mean() for more in lost]) and found.standing == "true"
+    with pytest.raises(ValueError, match="loss is not measured in points"):
+        Claim.parse("cr4 within 3 points of full at text").judge(to_frame(rows), "base")
+
+
+def test_other_metrics_have_their_name_before_the_task():
+    rows = rows_of(40, (0.0, 0.5))
+    for row in rows:
+        row["samples_by_metric"] = {"last": [1.0] * 320}
+        row["metrics"]["last"] = 1.0
+    frame = to_frame(rows)
+    assert Claim.parse("h2o within 10 points of full at last of recall").judge(frame, "base").standing == "true"
+    assert Claim.parse("h2o within 10 points of full at recall").judge(frame, "base").standing == "false"
+    with pytest.raises(ValueError, match="first was not measured"):
+        Claim.parse("h2o within 10 points of full at first of recall").judge(frame, "base")
+
+
+@pytest.mark.parametrize(
+    "text", ["retrofit is good", "a within points of b at c", "a within 3 percent of b at c", "a better than b", ""]
+)
+def test_what_is_no_claim_gets_the_grammar(text):
+    with pytest.raises(ValueError, match="expected 'METHOD within NUMBER points of METHOD at TASK'"):
+        Claim.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("retrofit within 3 points of full at recal", "did you mean 'recall'"),
+        ("retrofitt within 3 points of full at recall", "did you mean 'retrofit'"),
+        ("h2o within 3 points of full at recall", "say base/h2o/4 or base/h2o/bytes:retrofit"),
+        ("full better than full at recall", "with itself"),
+        ("base better than full at recall", "with itself"),
+    ],
+)
+def test_names_are_checked_before_anything_is_measured(text, error):
+    with pytest.raises(ValueError, match=error):
+        Claim.parse(text).check(METHODS, {"recall"}, "base")
+
+
+def test_full_is_the_full_cache_of_the_reference():
+    several = [*METHODS, Method("control", "full", None, True)]
+    Claim.parse(WITHIN).check(several, {"recall"}, "control")
+    with pytest.raises(ValueError, match="'full' is not one method"):
+        Claim.parse(WITHIN).check(several, {"recall"}, None)

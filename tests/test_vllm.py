@@ -1,0 +1,33 @@
+"""Runs the tests of `dmc.vllm` in .venv-vllm: vLLM asks for older transformers and for gigabytes of CUDA packages."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ROOT / ".venv-vllm"
+SETTINGS = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (OWN / ".installed").exists(), reason="needs vLLM in .venv-vllm, which scripts/test.sh makes")
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests" / "vllm").glob("test_*.py")))
+def test_in_an_environment_with_vllm(name):
+    command = [
+        str(OWN / "bin" / "python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        f"tests/vllm/{name}.py",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=1500, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
