@@ -178,12 +178,9 @@ class LMEvalTask:
     @property
     def row_settings(self) -> dict[str, Any]:
         """Return the settings in its rows, with what else defines the task; saving samples changes no result."""
-        defaults = asdict(VotingOptions()) | {"temperature": None}  # which rows of before do not name
-        lm_eval = {
-            name: value
-            for name, value in asdict(self.settings).items()
-            if name != "save_samples" and (name not in defaults or value != defaults[name])
-        }
+        defaults = {"chains": 1, "vote": "majority", "temperature": None}.items()  # which older rows do not name
+        lm_eval = {name: value for name, value in asdict(self.settings).items() if (name, value) not in defaults}
+        del lm_eval["save_samples"]
         if not self.seeds:
             del lm_eval["seeds"]
         lm_eval["version"] = importlib.metadata.version("lm-eval")
