@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -37,13 +38,36 @@ def state_fields(config: Any, num_layers: int, dtype: torch.dtype) -> tuple[Fiel
 class LayerStates:
     """States of S sequences in one layer, under the names by which transformers' layers ask their cache for them.
 
+    Before 5.23 some are asked of `layers[layer_idx]`, and by the number of a state, of which there is one.
+
     Args:
         conv: last inputs of the layer's convolution, the newest last, [S, channels, kernel - 1].
         recurrent: float32 [S, H, D_k, D_v].
     """
 
+    record_past = False
+
     def __init__(self, conv: Tensor, recurrent: Tensor) -> None:
         self.conv, self.recurrent = conv, recurrent
+
+    @property
+    def layers(self) -> dict[int, LayerStates]:
+        """This, whatever the layer."""
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> list[Tensor]:
+        """See `conv`."""
+        return [self.conv]
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        """See `recurrent`."""
+        return [self.recurrent]
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        """Always: before the first token it is 0."""
+        return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Return `conv`, which a layer that is fed one token writes in place."""

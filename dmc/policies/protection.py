@@ -15,9 +15,9 @@ from dmc.budget import rounded_down
 from dmc.config.settings import NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache
 from dmc.kernels.batch import ForwardBatch, on_device
-from dmc.kernels.pages import places
+from dmc.kernels.pages import gather_pages, places
 from dmc.policies.base import Entries
-from dmc.policies.layer_attention import CacheAttention
+from dmc.policies.layer_attention import Cache, CacheAttention
 
 PROTECTED = 1 << 30
 """What the cache's field `position` has in addition for protected entries: a flag that takes no memory."""
@@ -82,6 +82,22 @@ def split_positions(stored: Tensor) -> tuple[Tensor, Tensor]:
     """Split the field `position` into positions and whether entries are protected, shape of `stored` each."""
     protected = stored >= PROTECTED
     return torch.where(protected, stored - PROTECTED, stored), protected
+
+
+def positions_held(cache: Cache, row: int) -> list[list[Tensor]]:
+    """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.
+
+    Raises:
+        ValueError: the cache keeps no positions: no policy evicts any, or the model merges tokens.
+    """
+    if "position" not in cache.fields:
+        raise ValueError("held tokens are recorded only for a stock model with an evicting policy such as H2O")
+    held = []
+    for table, lengths in zip(cache.block_tables[:, row], cache.lengths[:, row].tolist(), strict=True):
+        stored = gather_pages(cache.fields["position"], table[None], max(lengths))[0]
+        positions = split_positions(stored)[0].long().cpu()
+        held.append([head[:length].sort().values for head, length in zip(positions, lengths, strict=True)])
+    return held
 
 
 class Protector:

@@ -13,8 +13,6 @@ from torch.nn.functional import pad
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout
-from dmc.kernels.pages import gather_pages
-from dmc.policies.protection import split_positions
 from dmc.runtime.allocator import BlockAllocator, OutOfBlocksError
 from dmc.runtime.field_store import FieldStore
 from dmc.runtime.free_blocks import FreeBlocks
@@ -373,21 +371,6 @@ class PagedCache:
         if self.scratch_row is not None:
             for name in ("block_tables", "ring_tables"):
                 self.fields[name][:, self.scratch_row, :, :1] = self.allocator.num_blocks
-
-    def positions_held(self, row: int) -> list[list[Tensor]]:
-        """List the positions of the tokens that each head of a sequence holds, by layer and head, int64 [n], ascending.
-
-        Raises:
-            ValueError: the cache keeps no positions: no policy evicts any, or the model merges tokens.
-        """
-        if "position" not in self.fields:
-            raise ValueError("held tokens are recorded only for a stock model with an evicting policy such as H2O")
-        held = []
-        for table, lengths in zip(self.block_tables[:, row], self.lengths[:, row].tolist(), strict=True):
-            stored = gather_pages(self.fields["position"], table[None], max(lengths))[0]
-            positions = split_positions(stored)[0].long().cpu()
-            held.append([head[:length].sort().values for head, length in zip(positions, lengths, strict=True)])
-        return held
 
     def slots(self, row: int) -> Tensor:
         """Entries held by each head of all ranks, raw recent tokens included, int64 [L, H]; see `lengths`."""

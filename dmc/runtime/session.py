@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dmc.policies.protection import positions_held
 from dmc.runtime.engine_core import EngineCore
 from dmc.runtime.generation import Generation, GenerationStats
 from dmc.runtime.options import SamplingParams
@@ -121,7 +122,7 @@ class Session:
         self.core.settle()
         if self.sequence.row is None:
             raise ValueError("the session holds nothing: give it a turn first")
-        return self.engine.cache.positions_held(self.sequence.row)
+        return positions_held(self.engine.cache, self.sequence.row)
 
     def close(self) -> None:
         """End the session: abort a running turn and free the blocks. May be called twice."""

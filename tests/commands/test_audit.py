@@ -84,7 +84,7 @@ def test_a_claim_that_names_nothing_ends_it_in_one_line(audit, tmp_path, claim, 
     assert said.startswith("error: ") and error in said and "\n" not in said and not (tmp_path / "audit").exists()
 
 
-def test_chats_with_a_system_prompt_are_asked_in_conversations(audit, folders, capsys):
+def test_chats_with_a_system_prompt_are_asked_in_conversations(audit, folders, tmp_path, capsys):
     tokenizer = load_tokenizer(folders.stock)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folders.stock)
@@ -92,6 +92,9 @@ def test_chats_with_a_system_prompt_are_asked_in_conversations(audit, folders, c
     assert audit(chat_tasks=[chat | {"max_new_tokens": 2}], policies=["full", "snapkv"], protect=None) == ""
     shown = capsys.readouterr().out
     assert "### system: obeyed of 2 samples" in shown and "| base, snapkv | CR 4 | system |" in shown
+    page = (tmp_path / "audit/report/report.html").read_text()
+    assert "<h2>What is left of each instruction</h2>" in page and "snapkv at CR 4: mean 0." in page
+    assert "Horizontal: heads, layer after layer. Vertical: instruction." in page
 
 
 def test_what_a_policy_leaves_unread_counts_and_what_nobody_counted_fails():

@@ -434,10 +434,10 @@ def test_kernels_count_sinks(interpreter, delay, keep_top):
     compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, sinks=sinks))
 
 
-@pytest.mark.parametrize("window", [1, 16, 21, 300])
+@pytest.mark.parametrize("window", [1, 21])
 def test_kernels_walk_a_window(interpreter, window):
-    tensors, sinks = draw(85, dtype=torch.float32, heads=2, kv_heads=1), torch.tensor([1.5, -2.0], requires_grad=True)
-    documents, hidden = packed(85, (16, 17, 70), (21,)), torch.zeros(2, 85, dtype=torch.bool)
+    tensors, sinks = draw(53, dtype=torch.float32, heads=2, kv_heads=1), torch.tensor([1.5, -2.0], requires_grad=True)
+    documents, hidden = packed(53, (16, 17, 45), (21,)), torch.zeros(2, 53, dtype=torch.bool)
     hidden[0, 12:40] = hidden[1, :30] = True
     states = tensors[0], *tensors[3:5]
     compare(tensors, window_attention(*states, SCALING, window), in_window(tensors, window))
@@ -473,4 +473,4 @@ def test_interpreted_kernels_are_those_of_the_definition():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + 7} passed" in done.stdout, done.stdout
+    assert f"{len(CASES) + 10} passed" in done.stdout, done.stdout

@@ -11,6 +11,7 @@ from dmc import Engine, policies
 from dmc.budget import Budget
 from dmc.kernels.reference import eviction_candidate
 from dmc.policies import Entries
+from dmc.policies.protection import positions_held
 
 TOLERANCE = 1e-4
 PROMPT_LENGTHS, CONTINUATION_LENGTHS = (37, 22), (7, 5)
@@ -29,9 +30,9 @@ def group(request):
     return request.param
 
 
-def positions_held(cache, row):
+def read_positions(cache, row):
     """Read the position of every entry, by layer and KV head, in ascending order."""
-    return [[head.tolist() for head in heads] for heads in cache.positions_held(row)]
+    return [[head.tolist() for head in heads] for heads in positions_held(cache, row)]
 
 
 def serve(model, policy, prompts, continuations, **options):
@@ -40,7 +41,7 @@ def serve(model, policy, prompts, continuations, **options):
     close_row = engine.cache.close_row
 
     def look_and_close(row):
-        held[row] = engine.cache.slots(row), positions_held(engine.cache, row)
+        held[row] = engine.cache.slots(row), read_positions(engine.cache, row)
         close_row(row)
 
     engine.cache.close_row = look_and_close

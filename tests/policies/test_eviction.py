@@ -10,6 +10,7 @@ import torch
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.policies.budgets import warn_once
+from dmc.policies.protection import positions_held
 
 HEADS, HEAD_DIM, BLOCK = 2, 16, 16
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
@@ -67,7 +68,7 @@ def test_layers_compressed_again_and_again_hold_what_one_shot_with_the_last_budg
         request = engine.submit(prompt, GREEDY)
         engine.step()
         cache = engine.cache
-        positions = [head.tolist() for layer in cache.positions_held(0) for head in layer]
+        positions = [head.tolist() for layer in positions_held(cache, 0) for head in layer]
         engine.run([request])
         held.append((positions, request.generation))
     (positions, generation), (expected_positions, expected) = held

@@ -86,9 +86,9 @@ def test_a_crowd_with_forks_is_served_as_each_request_alone(family, method):
 
 
 @pytest.mark.parametrize("method", ROTATING)
-@pytest.mark.parametrize("family", ["cohere2", "exaone4"])
-def test_policies_that_turn_keys_refuse_full_layers_without_rotation(family, method):
-    engine = Engine(hybrid(family), policy=POLICIES[method])
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "qwen3_next"])
+def test_policies_that_turn_keys_refuse_full_layers_without_rotation_or_with_less(family, method):
+    engine = Engine((recurrent if family in RECURRENT else hybrid)(family), policy=POLICIES[method])
     with (
         warnings.catch_warnings(action="ignore"),
         pytest.raises(NotImplementedError, match=f"turns keys further by RoPE.*this {family} model does not"),

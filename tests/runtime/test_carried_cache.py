@@ -32,9 +32,9 @@ GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 TURNS = (9, 3, 40)
 
 
-def assert_alike(one, other):
+def assert_alike(one, other, tolerance=TOLERANCE):
     assert one.token_ids == other.token_ids
-    assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+    assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
     assert torch.equal(one.stats.slots, other.stats.slots)
     assert one.stats.tokens_seen == other.stats.tokens_seen
     torch.testing.assert_close(one.stats.mean_slots, other.stats.mean_slots)
@@ -43,6 +43,7 @@ def assert_alike(one, other):
 def check_carried(make_model, policy, options, texts, folder):
     """Save a session after a context and a turn, and compare what goes on from the files with it."""
     context, first, *turns = texts
+    tolerance = 2e-2 if "kv_cache_dtype" in options else TOLERANCE  # beside others a number is rounded otherwise
     engine = Engine(make_model(), policy=policy, **options)
     with engine.session() as session:
         session.feed(context)
@@ -62,13 +63,13 @@ def check_carried(make_model, policy, options, texts, folder):
                 requests = [engine.submit(turn, GREEDY, session) for session in sessions]
                 engine.run(requests)
                 for request in requests:
-                    assert_alike(request.generation, theirs)
+                    assert_alike(request.generation, theirs, tolerance)
             assert [session.tokens for session in sessions] == [tokens] * 3
         assert sum(fed) == 3 * (len(tokens) - 1 - seen)
         with engine.load(folder) as lost:
             while lost.sequence.row is not None:
                 assert engine._scheduler._evict_another(other.sequence)
-            assert_alike(lost.generate(turns[0], GREEDY), expected[0])
+            assert_alike(lost.generate(turns[0], GREEDY), expected[0], tolerance)
             assert sum(fed) > len(tokens)
     assert engine.blocks_in_use == 0
     engine.clear_prefix_cache()

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from launching import Processes
 from laying import serve_and_differentiate, write_gradients
@@ -38,6 +39,7 @@ def run_of(values, folder, control, trainer):
     return build_config(RunConfig, values | changes), 2
 
 
+@pytest.mark.slow
 def test_two_ranks_serve_and_train_a_family_of_each_convention_as_one(run_values, tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir(), together.mkdir()

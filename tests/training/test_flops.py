@@ -23,6 +23,18 @@ def test_operations_are_six_for_each_weight_of_a_matrix_and_all_scores_of_attent
     assert abs(flops_per_token(config, length) - expected) <= head_dim  # the angles' product
 
 
+def test_layers_of_each_kind_count_as_often_as_there_are_any():
+    linear, full = "linear_attention", "full_attention"
+
+    def of(*kinds):
+        shape = {**SHAPE, "num_hidden_layers": len(kinds), "layer_types": list(kinds), "head_dim": 8}
+        return flops_per_token(AutoConfig.for_model("qwen3_5_text", **shape), 16)
+
+    assert of(full, linear, linear) == of(linear, linear, full)
+    assert of(full, linear, linear) - of(full, linear) == of(linear, full, linear, full) - of(full, linear, full) > 0
+    assert of(full, linear, full) - of(full, linear) == of(full, full) - of(full) > 0
+
+
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 5}
 HEADS, WIDTH, LENGTH = 4, 12, 16
 ATTENTION = 2 * 32 * WIDTH * (HEADS + 2)

@@ -69,10 +69,12 @@ def test_as_many_more_requests_are_held_as_the_cache_is_smaller(num_blocks, bloc
             ratio=float(ratio), step_tokens=CHUNK, page_slots=16,
         )  # fmt: skip
         assert spec.page_size_bytes == stock.page_size_bytes
-        shares = rng.dirichlet(np.ones(LAYERS * HEADS) * 4) * LAYERS * HEADS / ratio  # of the tokens that a head keeps
+        lanes = LAYERS * HEADS  # which keep shares of the tokens that differ by more than a factor of 5
+        shares = rng.dirichlet(np.full(lanes, 4)) * lanes / ratio if ratio > 1 else np.ones(lanes)
+        assert ratio == 1 or 5 * shares.min() < shares.max() <= 1
 
         def pages(request, num_tokens):
-            return int(np.ceil(np.ceil(np.minimum(shares, 1) * num_tokens) / 16).sum())
+            return int(np.ceil(np.ceil(shares * num_tokens) / 16).sum())
 
         found = num_held(pool(spec, num_blocks), pages)
         print(f"CR {ratio}, {num_blocks} blocks of {block_size}: {found} requests, stock {most}")

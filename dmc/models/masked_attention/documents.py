@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Documents:
-    """Where documents lie in a packed batch, for attention, decisions and states that restart at each."""
+    """Where documents lie in a packed batch, for attention, decisions and states that restart at each.
+
+    Not frozen: with DeepSpeed, Lightning sets the tensors of a copy.
+    """
 
     starts: Tensor
     """True at the first token of each document, [B, T]."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from dmc.compression.full_attention import layer_windows
 from dmc.data import MegatronSource, local_copy
 from dmc.data.streaming import check_stream_shards
 from dmc.models.conversion import check_retrofit
@@ -47,6 +48,11 @@ def check_start(config: RunConfig, num_local: int) -> None:
         check_retrofit(model, config.gates)
     if trainer.devices_per_sequence > 1:
         check_divides(model, tensor_size, trainer.context_parallel_size)
+    if trainer.strategy == "deepspeed_zero3" and training.document_masking and 0 in (windows := layer_windows(model)):
+        raise ValueError(  # each gathers weights for each of its documents: ranks with fewer would keep others waiting
+            f"layer {windows.index(0)} of this {model.model_type} model has no attention and takes documents one by "
+            "one, which deepspeed_zero3 cannot: use trainer.strategy=fsdp2, or training.document_masking=false"
+        )
     if training.sequence_length > model.max_position_embeddings:
         logger.warning(
             "training.sequence_length=%d is beyond the %d positions that the model knows (max_position_embeddings)",

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -264,18 +264,10 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
 
 def _divide_norm(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a norm over all heads, of [B, T, channels] or [B, T, H, D], have each rank's heads."""
-
-    def divide(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-        for key, weight in list(part.named_parameters(recurse=False)):
-            setattr(part, key, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
-
-    distribute_module(
-        module,
-        mesh,
-        divide,
-        lambda _, inputs, __: (DTensor.from_local(inputs[0], mesh, [Shard(HEADS)]),),
-        lambda _, output, __: output.to_local(),
-    )
+    for key, weight in list(module.named_parameters(recurse=False)):
+        setattr(module, key, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+    module.register_forward_pre_hook(lambda _, inputs: (DTensor.from_local(inputs[0], mesh, [Shard(HEADS)]),))
+    module.register_forward_hook(lambda _, __, output: output.to_local())
 
 
 def _divide_outputs(module: nn.Module, ranks: Ranks, pieces: tuple[int, ...]) -> None:

@@ -80,7 +80,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
         folder = local_folder(path, self.revision_of(path))
         stored = open_weights(folder)
         head_dim = attention_layers(model)[0].head_dim
-        for name, part in list(model.named_modules()):
+        for name, part in reversed(list(model.named_modules())):  # DeepSpeed takes a part with all that is in it
             for key, parameter in list(part.named_parameters(recurse=False)):
                 weight = f"{name}.{key}"
                 if weight in stored:

@@ -78,6 +78,21 @@ def test_planned_peak_is_what_the_allocator_hands_out(shape, compression, precis
     assert planned == pytest.approx(measured, rel=PEAK)
 
 
+def test_layers_of_kinds_that_repeat_are_planned_by_their_turns():
+    """Six layers, every other of which has no attention, from traces of two and of four."""
+    kinds = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "head_dim": 16}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
+    shape = {**SHAPE, "model_type": "qwen3_5_text", **kinds, **sizes, "linear_num_value_heads": 8}
+    config = run(shape, training__sequence_length=128)
+    measured = measured_memory.allocated_peak(lambda: measured_memory.train_steps(config, shape_of(config)))
+    planned = plan(config).memory
+    print(f"planned / measured = {planned.total / measured:.3f}")
+    assert planned.total == pytest.approx(measured, rel=PEAK)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_of(config))
+    assert planned.num_weights == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_a_teacher_is_planned_with_its_weights_its_logits_and_its_work():
     alone = plan(run()).memory
     config = run(training__distillation={"path": "teacher"})

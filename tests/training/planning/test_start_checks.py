@@ -53,6 +53,10 @@ def configured(values, changes):
     return build_config(RunConfig, changed(values, changes))
 
 
+RECURRENT = {
+    "base.shape.model_type": "qwen3_5_text",
+    "base.shape.layer_types": ["linear_attention", "full_attention"],
+}
 REFUSED = [
     ({"trainer.devices": 3}, r"batch_size=4 is not a multiple of micro_batch_size \* devices = 2 \* 3"),
     (
@@ -92,6 +96,14 @@ REFUSED = [
             "base.shape.head_dim": 8,
         },
         r"num_key_value_heads=2 cannot be divided among 2 \* 2 ranks evenly",
+    ),
+    (
+        {**RECURRENT, "trainer.strategy": "fsdp2", "trainer.tensor_parallel_size": 2, "trainer.devices": 2},
+        "layer 0 of this qwen3_5_text model has no attention, and keeps a state that 2 ranks cannot divide",
+    ),
+    (
+        {**RECURRENT, "trainer.strategy": "deepspeed_zero3", "training.document_masking": True},
+        "layer 0 of this qwen3_5_text model has no attention and takes documents one by one, which deepspeed_zero3",
     ),
     ({"compression.neuron_index": 8}, "neuron_index=8 does not exist in heads of 8 channels"),
     (
