@@ -20,7 +20,7 @@ KINDS += [
 ]
 KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
-CLOSE = 1e-5
+CLOSE = 3e-5  # float32 sums in another order: up to 1.5e-5 on some processors
 
 
 @pytest.mark.parametrize("method", KINDS)

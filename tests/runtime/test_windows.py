@@ -105,7 +105,10 @@ def test_8_bit_windows_are_read_as_they_were_written() -> None:
     model, (prompt,) = hybrid("gemma3_text"), texts(90)
     whole, one_by_one = (Engine(model, kv_cache_dtype="int8", prefill_chunk_size=size) for size in (None, 1))
     found = [engine.score([prompt[:1]], [prompt[1:]])[0] for engine in (whole, one_by_one)]
-    torch.testing.assert_close(*found, atol=2e-2, rtol=0)
+    apart = (
+        found[0] - found[1]
+    ).abs()  # of the full cache: median 0.06; a value on the edge of two steps may take either
+    assert apart.median() < 1e-3 and apart.max() < 0.1
 
 
 def test_the_memory_of_windows_is_counted_when_requests_are_admitted() -> None:
