@@ -1,12 +1,13 @@
 """Training data: sources of documents, packed tokens, and an order that resumes anywhere.
 
-Read in this order: `sources.py` and `text.py`, `code.py` or `megatron.py` (documents) -> `tokenizer.py` and
-`encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) -> `packing.py` (read at any
-window, in sequences) -> `facts.py` (what is written into them) -> `order.py` (which sequence of which source at which
-position). `streaming.py` does all of it on the fly; `hub.py` reads from the hub once.
+Read in this order: `sources.py` and `text.py`, `code.py` or `megatron.py` (documents), `chains.py` (problems) ->
+`tokenizer.py` and `encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through `datasets`) ->
+`packing.py` (read at any window, in sequences) -> `facts.py` (what is written into them) -> `order.py` (which sequence
+of which source at which position). `streaming.py` does all of it on the fly; `hub.py` reads from the hub once.
 """
 
 from dmc.data.cache import build_packed, check_text
+from dmc.data.chains import ChainSource, Problem, answer_of, draw_problem
 from dmc.data.code import PackageSource, StandardLibrarySource
 from dmc.data.facts import FactSequences, FactWriter
 from dmc.data.hub import local_copy, once
@@ -20,6 +21,7 @@ from dmc.data.tokenizer import Framing, framing_of, train_tokenizer
 
 __all__ = [
     "Blend",
+    "ChainSource",
     "DocumentSource",
     "FactSequences",
     "FactWriter",
@@ -28,12 +30,15 @@ __all__ = [
     "PackageSource",
     "PackedTokens",
     "Positions",
+    "Problem",
     "Shuffled",
     "StandardLibrarySource",
     "StreamLoader",
     "TextSource",
+    "answer_of",
     "build_packed",
     "check_text",
+    "draw_problem",
     "framing_of",
     "local_copy",
     "once",

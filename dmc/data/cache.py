@@ -53,6 +53,7 @@ def build_packed(
     tokenize_num_proc: int | None = None,
     framing: Framing | None = None,
     document_starts: bool = False,
+    whole_documents: bool = False,
 ) -> PackedTokens | Blend:
     """Tokenize sources into the cache, where that is not done yet, and open them as one dataset.
 
@@ -67,6 +68,7 @@ def build_packed(
         tokenize_num_proc: processes that tokenize; None: the cores that this process may use.
         framing: special tokens around each document; None: as in the pretraining of the tokenizer's model.
         document_starts: whether items have the starts of documents.
+        whole_documents: whether sequences hold whole documents, see `PackedTokens`.
     Returns:
         The sequences of one source, in the documents' order; for several sources, an endless blend by their weights.
     Raises:
@@ -82,6 +84,7 @@ def build_packed(
     for cache in cached:
         cache.check()
     options = {"loss_mask": any(source.has_loss_mask for source in sources), "document_starts": document_starts}
+    options |= {"whole_documents": whole_documents}
     tables = [cache.open(tokenize_num_proc or available_cores()) for cache in cached]
     packed = [PackedTokens(table, sequence_length, **options) for table in tables]
     return packed[0] if len(packed) == 1 else Blend(packed, [source.weight for source in sources], seed)

@@ -35,6 +35,17 @@ class Window:
     starts: np.ndarray
     """Whether each token is the first of the window or of a document."""
 
+    def filled_up(self, length: int) -> Window:
+        """Repeat the last token up to a length, as a document that is not trained on."""
+        num_added = length - len(self.token_ids)
+        if not num_added:
+            return self
+        return Window(
+            np.pad(self.token_ids, (0, num_added), mode="edge"),
+            np.pad(self.scored, (0, num_added)),
+            np.concatenate((self.starts, np.arange(num_added) == 0)),
+        )
+
 
 class TokenTable:
     """Reads documents as one flat array; pickling copies the function that opens them, not their content.
@@ -75,6 +86,22 @@ class TokenTable:
         """Return the index of a token's document, counting those without tokens too."""
         return int(np.searchsorted(self._arrays.ends, position, side="right"))
 
+    def spans_of_documents(self, length: int) -> np.ndarray:
+        """Divide the documents, in their order, into spans of at most `length` tokens.
+
+        Returns:
+            Begin and end of each span, int64 [n, 2]; a document that is longer has a span of its first tokens.
+        """
+        ends, spans, begin = np.unique(self._arrays.ends), [], 0
+        ends = ends[ends > 0]
+        while begin < len(self):
+            first = int(np.searchsorted(ends, begin, side="right"))
+            fitting = int(np.searchsorted(ends, begin + length, side="right"))
+            end = int(ends[max(first, fitting - 1)])
+            spans.append((begin, min(end, begin + length)))
+            begin = end
+        return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
     def window(self, start: int, stop: int) -> Window:
         """Return the tokens from `start` up to `stop`."""
         arrays, length = self._arrays, stop - start
@@ -88,11 +115,15 @@ class TokenTable:
 
 
 class PackedTokens(Dataset[dict[str, Any]]):
-    """Reads tokens as non-overlapping sequences; the tail shorter than a sequence is left out.
+    """Reads tokens as non-overlapping sequences of equal length.
+
+    Documents are cut where a sequence ends, and the tail shorter than a sequence is left out. With `whole_documents` a
+    sequence holds as many documents as fit, in their order, and is filled up with its last token, which is not trained
+    on; of a document that is longer than a sequence the beginning alone is read.
 
     An item is `{"input_ids": int64 [sequence_length], "index": int}`; on request with "loss_mask", whether each token
     is trained on, and "document_starts", whether each is the first of a document or of the sequence, bool
-    [sequence_length].
+    [sequence_length]; what a sequence is filled up with is a document too.
 
     Raises:
         ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
@@ -105,31 +136,39 @@ class PackedTokens(Dataset[dict[str, Any]]):
         *,
         loss_mask: bool = False,
         document_starts: bool = False,
+        whole_documents: bool = False,
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length}: expected a whole number >= 1")
-        if len(tokens) < sequence_length:
+        if len(tokens) < (1 if whole_documents else sequence_length):
             raise ValueError(
                 f"The corpus has {len(tokens)} tokens, fewer than one sequence (sequence_length={sequence_length}); "
                 "add text or lower sequence_length."
             )
         self.tokens, self.sequence_length = tokens, sequence_length
-        self.loss_mask, self.document_starts = loss_mask, document_starts
+        self.loss_mask, self.document_starts = loss_mask or whole_documents, document_starts
+        self._spans = tokens.spans_of_documents(sequence_length) if whole_documents else None
 
     def __len__(self) -> int:
-        return len(self.tokens) // self.sequence_length
+        return len(self.tokens) // self.sequence_length if self._spans is None else len(self._spans)
 
     def document_of(self, index: int, place: int) -> int:
         """Return the index of the document of a sequence's token."""
-        return self.tokens.document_at(index * self.sequence_length + place)
+        return self.tokens.document_at(self._span(index)[0] + place)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is outside the {len(self)} sequences.")
-        window = self.tokens.window(index * self.sequence_length, (index + 1) * self.sequence_length)
+        window = self.tokens.window(*self._span(index)).filled_up(self.sequence_length)
         item = {"input_ids": torch.from_numpy(window.token_ids), "index": int(index)}
         if self.loss_mask:
             item["loss_mask"] = torch.from_numpy(window.scored)
         if self.document_starts:
             item["document_starts"] = torch.from_numpy(window.starts)
         return item
+
+    def _span(self, index: int) -> tuple[int, int]:
+        if self._spans is None:
+            return index * self.sequence_length, (index + 1) * self.sequence_length
+        begin, end = self._spans[index].tolist()
+        return begin, end

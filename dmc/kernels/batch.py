@@ -77,8 +77,21 @@ class ForwardBatch:
         """
         batch = cls(list(range(count)), [0] * count, [1] * count, device, is_known=rows is None)
         known = {"row_index": rows, "begin_index": positions}
-        known["tokens_seen"] = None if positions is None else positions + 1
         batch.__dict__.update({name: tensor for name, tensor in known.items() if tensor is not None})
+        return batch
+
+    @classmethod
+    def of_device(cls, num_new: list[int], most: list[int], rows: Tensor, begins: Tensor) -> ForwardBatch:
+        """Make a batch of sequences whose rows and positions only the device knows.
+
+        Args:
+            num_new: number of each sequence's new tokens.
+            most: what each sequence's position is at most: it orders tiles, and no result depends on it.
+            rows: cache rows, int64 [S].
+            begins: positions of the first new tokens, int64 [S].
+        """
+        batch = cls(list(range(len(num_new))), most, num_new, rows.device, is_known=False)
+        batch.__dict__.update(row_index=rows, begin_index=begins)
         return batch
 
     @property
@@ -132,8 +145,7 @@ class ForwardBatch:
         """Position of each token in its sequence, int64 [T]."""
         if (count := self._even) is not None:
             return (self.begin_index[:, None] + torch.arange(count, device=self.device)).flatten()
-        every = [torch.arange(begin, begin + new) for begin, new in zip(self.begins, self.num_new, strict=True)]
-        return on_device(torch.cat(every), self.device)
+        return self.begin_index[self.sequence] + self.offset
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -154,7 +166,7 @@ class ForwardBatch:
     @cached_property
     def tokens_seen(self) -> Tensor:
         """`ends` on the device, int64 [S]."""
-        return on_device(torch.tensor(self.ends), self.device)
+        return self.begin_index + self.cu_seqlens.diff()
 
     @cached_property
     def ends_of_prompts(self) -> Tensor:
@@ -167,7 +179,7 @@ class ForwardBatch:
             return self
         if count not in self._extended:
             begins, num_new = [begin - count for begin in self.begins], [new + count for new in self.num_new]
-            self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device)
+            self._extended[count] = ForwardBatch(self.rows, begins, num_new, self.device, is_known=self.is_known)
             known = {"row_index": self.row_index, "begin_index": self.begin_index - count}
             self._extended[count].__dict__.update(known)
         return self._extended[count]
@@ -234,7 +246,11 @@ class ForwardBatch:
             self.device,
             [self.phases[i] for i in members if self.phases],
             [self.prompt_ends[i] for i in members if self.prompt_ends],
+            self.is_known,
         )
+        if not self.is_known:
+            index = on_device(torch.tensor(members), self.device)
+            taken.__dict__.update(row_index=self.row_index[index], begin_index=self.begin_index[index])
         if members == list(range(members[0], members[-1] + 1)):
             return taken, slice(spans[members[0]].start, spans[members[-1]].stop)
         where = [torch.arange(spans[i].start, spans[i].stop) for i in members]

@@ -298,7 +298,7 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
     """Evaluate samples, `size` at the same time.
 
     Returns:
-        The metrics, and the memory of every sample.
+        The metrics, and the memory of every sequence.
     """
     results: list[SampleResult] = []
     for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
@@ -313,7 +313,7 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
         "samples": len(results),
         "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
         **by_coordinates(results),
-    }, [result.stats for result in results]
+    }, [stats for result in results for stats in (result.stats, *result.others)]
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:

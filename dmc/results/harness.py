@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from torch import Tensor
 from tqdm import tqdm
 
-from dmc.runtime import Engine, GenerationStats, SamplingParams
+from dmc.results.tasks.voting import VotingOptions, voted, write_chains
+from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams
 
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
@@ -37,6 +40,9 @@ class EngineLM(HFLM):
         engine: an engine with a tokenizer.
         requests_at_once: number of likelihoods handed to the engine at once; progress is shown after each group.
         seed: seed of sampled generations.
+        voting: how many chains answer a prompt, and which counts; lm-eval gets the text that the vote has chosen.
+        answer_pattern: regular expression of an answer in a chain, by whose last match chains vote.
+        temperature: of the sampling, in place of a task's; None: the task's.
         question_at: returns where, in a prompt and its document, the question begins, which is fed after the text
             before it has been compressed; likelihoods are then refused. None: prompts are compressed whole.
     Raises:
@@ -44,7 +50,14 @@ class EngineLM(HFLM):
     """
 
     def __init__(
-        self, engine: Engine, requests_at_once: int = 64, seed: int = 0, question_at: FindQuestion | None = None
+        self,
+        engine: Engine,
+        requests_at_once: int = 64,
+        seed: int = 0,
+        question_at: FindQuestion | None = None,
+        voting: VotingOptions | None = None,
+        answer_pattern: str | None = None,
+        temperature: float | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("lm-eval's tasks are text, and the model's folder has no tokenizer: add tokenizer.json")
@@ -58,10 +71,17 @@ class EngineLM(HFLM):
         logger.disabled = False
         self.engine, self.requests_at_once, self.seed = engine, requests_at_once, seed
         self.question_at = question_at
+        self.voting, self.answer_pattern, self.temperature = voting or VotingOptions(), answer_pattern, temperature
         self.stats: list[GenerationStats] = []
         """Memory statistics of all sequences."""
         self.num_cut = 0
         """Number of prompts truncated on the left, to `max_length` tokens with the continuation."""
+        self.memory: list[dict[str, float]] = []
+        """Memory of all chains of each prompt together, see `Chains`; empty where prompts have one."""
+
+    def mean_memory(self) -> dict[str, float]:
+        """Average `memory` over prompts; empty where they have one chain."""
+        return {name: fmean(one[name] for one in self.memory) for name in {**self.memory[0]}} if self.memory else {}
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
@@ -138,13 +158,29 @@ class EngineLM(HFLM):
                 )
             prompts.append(self._cut(self.tok_encode(text[:cut]), room))
         fed, after = self._parts(prompts) if self.question_at is None else (prompts, questions)
-        generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
-        self.stats += [generation.stats for generation in generations]
+        if self.voting.chains > 1:
+            pairs = tqdm(list(zip(fed, after, params, strict=True)), "prompts", disable=disable_tqdm or None)
+            generations = [self._vote(*pair) for pair in pairs]
+        else:
+            generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
+            self.stats += [generation.stats for generation in generations]
         # special tokens among the stop strings do not appear in the text: `_sampling` stops at their ids
         return [
             postprocess_generated_text(generation.text or "", list(sampling.stop), None)
             for generation, sampling in zip(generations, params, strict=True)
         ]
+
+    def _vote(self, prompt: list[int], after: list[int], params: SamplingParams) -> Generation:
+        """Write the chains of a prompt, and return the first with the answer that the vote has chosen."""
+        if not after:
+            prompt, after = prompt[:-1], prompt[-1:]
+        chains = write_chains(self.engine, prompt, after, params)
+        self.memory.append({"peak_bytes": float(chains.peak_bytes), "bytes_read": chains.bytes_read})
+        self.stats += [generation.stats for generation in chains.generations]
+        found = [re.findall(self.answer_pattern or "(?s).+", one.text or "") for one in chains.generations]
+        answers = [_stripped(matches[-1]) if matches else None for matches in found]
+        chosen = voted(answers, self.voting.vote, [len(one.token_ids) for one in chains.generations])
+        return chains.generations[0 if chosen is None else answers.index(chosen)]
 
     def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:
         """Read a task's generation settings; `identity` seeds the draw."""
@@ -153,7 +189,10 @@ class EngineLM(HFLM):
             raise ValueError(
                 f"generation setting {unknown[0]!r}: expected one of {', '.join(sorted(SAMPLING_SETTINGS))}"
             )
+        if self.temperature is not None:
+            values |= {"temperature": self.temperature, "do_sample": self.temperature > 0}
         temperature = float(values.get("temperature", 0.0))
+        self.voting.check_temperature(temperature if values["do_sample"] else 0.0)
         if values["do_sample"] and temperature == 0:
             raise ValueError("do_sample=true needs a temperature above 0")
         stop_ids, stop = [self.eot_token_id], []
@@ -171,7 +210,14 @@ class EngineLM(HFLM):
             seed=int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big"),
             stop_token_ids=tuple(stop_ids),
             stop=tuple(stop),
+            n=self.voting.chains,
         )
+
+
+def _stripped(match: str | tuple[str, ...]) -> str:
+    """Return what an answer's pattern has matched, of several groups the first that has; 1,000 is 1000."""
+    text = match if isinstance(match, str) else next(filter(None, match), "")
+    return text.strip().rstrip(".").replace(",", "")
 
 
 class Likelihoods:

@@ -12,15 +12,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from omegaconf import OmegaConf
-from pydantic import StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, build_config, checked_dataclass
 from dmc.data.sources import files_digest
 from dmc.results.measurement import Row, digest
 from dmc.results.tasks.asking import Question
+from dmc.results.tasks.voting import VotingOptions
 from dmc.runtime import Engine, GenerationStats
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Benchmark:
     """Field of a document with its context, after which a prompt's question begins; None: see `question_marks`."""
     question_marks: list[str] = field(default_factory=list)
     """Texts that begin a question; the last one in a prompt counts."""
+    answer_pattern: str | None = None
+    """Regular expression of an answer in a generated text, of which the last match counts, in a vote among several."""
 
     @property
     def tasks(self) -> list[str]:
@@ -115,7 +118,7 @@ def read_benchmarks(entries: Sequence[Any], folder: Path) -> list[Benchmark]:
 
 
 @checked_dataclass(frozen=True)
-class LMEvalSettings:
+class LMEvalSettings(VotingOptions):
     """Settings of lm-eval's tasks.
 
     Raises:
@@ -134,6 +137,8 @@ class LMEvalSettings:
     question: Question | Literal["both"] = "known"
     """hidden: the context of a generating task is compressed before the question is fed, if its benchmark says where
     that begins; both: each such task runs both ways."""
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] | None = None
+    """Temperature of all generations, 0 is greedy; None: the task's settings."""
     chat_template: StrictBool = False
     """Whether prompts are written as conversations."""
     system_instruction: str | None = None
@@ -145,6 +150,8 @@ class LMEvalSettings:
     def __post_init__(self) -> None:
         if self.tasks_folder is not None and not Path(self.tasks_folder).is_dir():
             raise FileNotFoundError(f"tasks_folder={self.tasks_folder}: there is no such folder")
+        if self.temperature is not None:
+            self.check_temperature(self.temperature)
 
     def list_tasks(self, names: tuple[str, ...], model: str) -> TaskManager:
         """List what can be evaluated, see `list_tasks`; tasks that make their data use a model's tokenizer."""
@@ -171,14 +178,19 @@ class LMEvalTask:
     @property
     def row_settings(self) -> dict[str, Any]:
         """Return the settings in its rows, with what else defines the task; saving samples changes no result."""
-        lm_eval = {name: value for name, value in asdict(self.settings).items() if name != "save_samples"}
+        defaults = {"chains": 1, "vote": "majority", "temperature": None}.items()  # which older rows do not name
+        lm_eval = {name: value for name, value in asdict(self.settings).items() if (name, value) not in defaults}
+        del lm_eval["save_samples"]
         if not self.seeds:
             del lm_eval["seeds"]
         lm_eval["version"] = importlib.metadata.version("lm-eval")
         if self.settings.tasks_folder is not None:
             files = sorted(path for path in Path(self.settings.tasks_folder).rglob("*") if path.is_file())
             lm_eval["content"] = files_digest([path for path in files if "__pycache__" not in path.parts])[:16]
-        return {"task": asdict(self.benchmark), "lm_eval": lm_eval}
+        task = asdict(self.benchmark)
+        if self.settings.chains == 1:
+            task.pop("answer_pattern")
+        return {"task": task, "lm_eval": lm_eval}
 
     def row(self, name: str) -> Row:
         """Return the fields of its rows that are known before it runs; `name` ends in ":hidden" where both run."""
@@ -219,7 +231,8 @@ class LMEvalTask:
         from dmc.results.harness import EngineLM
 
         question_at = self.benchmark.question_at if self.settings.question == "hidden" else None
-        lm = EngineLM(engine, requests_at_once=8 * together, seed=seed, question_at=question_at)
+        pattern, temperature = self.benchmark.answer_pattern, self.settings.temperature
+        lm = EngineLM(engine, 8 * together, seed, question_at, self.settings, pattern, temperature)
         length = self.settings.max_gen_toks
         generation = self.benchmark.generation | ({} if length is None else {"max_gen_toks": length})
         found: Any = simple_evaluate(
@@ -249,7 +262,7 @@ class LMEvalTask:
         return {
             "main_metric": main,
             "higher_is_better": found["higher_is_better"].get(self.name, {}).get(main.split(",")[0], True),
-            "metrics": metrics,
+            "metrics": metrics | lm.mean_memory(),
             "errors": {name: value for name, value in errors.items() if isinstance(value, float)},
             "samples": sum(count["effective"] for count in found["n-samples"].values()),
             **answers_of(found["samples"], main, metrics[main]),

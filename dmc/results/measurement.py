@@ -27,7 +27,7 @@ Row = dict[str, Any]
 """The store's content for one cell: its identity, memory, settings and metrics."""
 DONE, FAILED, NOT_FINITE = "done", "failed", "not finite"
 """Status of a cell: it has metrics, an error, or metrics that are infinite or NaN."""
-LOWER = ("loss", "perplexity", "bits_per_byte", "seconds")
+LOWER = ("loss", "perplexity", "bits_per_byte", "seconds", "peak_bytes", "bytes_read")
 """Suffixes of the names of metrics for which lower is better, beside a main metric for which higher is."""
 COORDINATES = ("length", "depth", "turn", "position", "entries", "layer", "head", "batch", "memory")
 """Coordinate columns of every frame; others exist only with measurements that have them."""

@@ -20,6 +20,11 @@ class PendingCopy:
     states: Tensor
     event: torch.cuda.Event | None = None
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `on_host` would not wait."""
+        return self.event is None or self.event.query()
+
     def on_host(self) -> Tensor:
         """Wait for the copy and return it for reading on the host."""
         if self.event is not None:

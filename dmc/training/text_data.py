@@ -275,4 +275,5 @@ class TextData(LightningDataModule):
             tokenize_num_proc=data.tokenize_num_proc,
             framing=self.framing,
             document_starts=self.config.training.document_masking,
+            whole_documents=self.config.training.whole_documents,
         )

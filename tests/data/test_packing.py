@@ -64,3 +64,27 @@ def test_errors_name_the_value_and_the_remedy():
     for index in (-1, 2):
         with pytest.raises(IndexError):
             PackedTokens(table, 2)[index]
+
+
+@pytest.mark.parametrize("lengths", [*LENGTHS, [[4, 3, 0], [3, 9, 25, 10, 1], [10]]], ids=range(6))
+def test_sequences_of_whole_documents_are_filled_up(lengths):
+    documents, first = [], 0
+    for length in (length for documents_of_one in lengths for length in documents_of_one):
+        documents += [list(range(first, first + length))] * bool(length)
+        first += length
+    expected = [[]]
+    for document in documents:
+        if expected[-1] and len(expected[-1]) + len(document) > 10:
+            expected.append([])
+        expected[-1] += document[:10]
+    table = TokenTable(Opening(lengths))
+    packed = PackedTokens(table, 10, document_starts=True, whole_documents=True)
+    assert len(packed) == len(expected)
+    begins = {document[0] for document in documents}
+    for item, tokens in zip((packed[index] for index in range(len(packed))), expected, strict=True):
+        added = 10 - len(tokens)
+        assert item["input_ids"].tolist() == tokens + tokens[-1:] * added
+        assert item["loss_mask"].tolist() == [token % 3 > 0 for token in tokens] + [False] * added
+        starts = [token in begins for token in tokens] + [place == 0 for place in range(added)]
+        assert item["document_starts"].tolist() == starts
+        assert packed.document_of(item["index"], 0) == table.document_at(tokens[0])

@@ -1,5 +1,7 @@
 """lm-eval through the engine against lm-eval's own way of running Hugging Face models."""
 
+import re
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -15,6 +17,7 @@ from dmc.budget import Budget
 from dmc.data import framing_of
 from dmc.policies import H2O, SnapKV
 from dmc.results.harness import EngineLM
+from dmc.results.tasks.voting import VotingOptions
 
 TASKS = ["local_choice", "local_generation", "local_rolling"]
 pytestmark = pytest.mark.usefixtures("offline_lm_eval")
@@ -173,3 +176,35 @@ def test_the_harness_begins_a_text_as_training_begins_a_document(beginning_token
     assert adapter.tok_encode("alpha beta") == [*framing.begin, *text]
     assert (adapter.prefix_token_id,) == framing.begin
     assert adapter.eot_token_id == framing.end
+
+
+@pytest.mark.parametrize("vote", ["majority", "first"])
+def test_several_answers_to_a_prompt_vote_and_one_that_was_chosen_is_scored(vote, folders):
+    engine = engine_lm(folders.stock).engine
+    voting, pattern = VotingOptions(chains=5, vote=vote), "(al|be|ga|de)|(ep)"
+    lm = EngineLM(engine, voting=voting, answer_pattern=pattern, temperature=1.5)
+    texts = lm.generate_until(
+        ask("generate_until", *[(f"alpha {n}", {"until": [], "max_gen_toks": 9}) for n in range(6)])
+    )
+    assert len(lm.stats) == 30 and len(lm.memory) == 6
+    assert lm.mean_memory()["peak_bytes"] > max(stats.peak_bytes_allocated for stats in lm.stats)
+    chosen_by_vote = 0
+    for number, text in enumerate(texts):
+        params = lm._sampling({"until": [], "max_gen_toks": 9}, f"0 1 alpha {number}")
+        (found,) = engine.generate([f"alpha {number}"], params)
+        chains = [found, *found.alternatives]
+        answers = [re.findall("al|be|ga|de|ep", chain.text)[-1:] for chain in chains]
+        given = [answer for answer in answers if answer]
+        best = max(given, key=lambda answer: (given.count(answer), -given.index(answer)), default=[])
+        if vote == "first":
+            lengths = [(len(chain.token_ids), place) for place, chain in enumerate(chains) if answers[place]]
+            best = answers[min(lengths)[1]] if lengths else []
+        assert text == chains[answers.index(best) if best else 0].text
+        chosen_by_vote += bool(best) and answers.index(best) > 0
+    assert chosen_by_vote or vote == "first"
+
+
+def test_several_greedy_answers_are_refused(folders):
+    lm = EngineLM(engine_lm(folders.stock).engine, voting=VotingOptions(chains=5))
+    with pytest.raises(ValueError, match="chains=5, temperature=0: greedy chains are the same"):
+        lm.generate_until(ask("generate_until", ("alpha", {"until": [], "max_gen_toks": 9})))

@@ -111,11 +111,22 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
             "ramp_to=2 ends below compression.target_ratio=4",
         ),
         ("model", {"path": "a"}, "model={'path': 'a'}: expected a valid string"),
+        (
+            "data",
+            {**VALID["data"], "facts": {"keys": 4}},
+            "whole_documents with data.facts: whole documents are packed from cached text without facts",
+        ),
+        (
+            "data",
+            {**VALID["data"], "streaming": True},
+            "whole_documents with data.streaming: whole documents are packed",
+        ),
     ],
 )
 def test_bad_settings_give_one_clear_error(path, value, message):
+    changes = {path: value} | ({"training.whole_documents": True} if "whole_documents" in message else {})
     with pytest.raises(ValueError, match=message):
-        build_config(RunConfig, changed(VALID, {path: value}))
+        build_config(RunConfig, changed(VALID, changes))
 
 
 def test_batch_must_divide_over_devices():

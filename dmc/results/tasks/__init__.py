@@ -2,12 +2,14 @@
 
 Read in this order: `base.py` (interface of a task) -> `text_loss.py` (predict text) -> `asking.py` (questions after a
 compressed prompt, conversations) -> `prompts.py` (prompts of text) -> `retrieval.py` (questions about text) ->
-`fact_recall.py` (many questions about one context) -> `cache_analysis.py` (no question: the entries that are left) ->
+`fact_recall.py` (many questions about one context) -> `voting.py` (several answers of one prompt) ->
+`chain_reasoning.py` (problems solved step by step) -> `cache_analysis.py` (no question: the entries that are left) ->
 `instructions.py` (which of several instructions are obeyed, and what is left of them).
 """
 
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.cache_analysis import CacheAnalysis
+from dmc.results.tasks.chain_reasoning import ChainReasoning
 from dmc.results.tasks.fact_recall import FactRecall
 from dmc.results.tasks.instructions import Instructions, SystemPrompt
 from dmc.results.tasks.retrieval import KeyValuePairs, MultiTurnRecall, Needle, TwoStageRetrieval
@@ -16,6 +18,7 @@ from dmc.results.tasks.text_loss import TextLoss
 __all__ = [
     "Breakdown",
     "CacheAnalysis",
+    "ChainReasoning",
     "FactRecall",
     "Instructions",
     "KeyValuePairs",

@@ -46,6 +46,8 @@ class SampleResult:
     """Memory at the sample's last step."""
     breakdown: list[Breakdown] = field(default_factory=list)
     """Metrics by coordinate: one for a sample with coordinates, several if it covers several coordinates."""
+    others: list[GenerationStats] = field(default_factory=list)
+    """Memory of the sample's further sequences, such as other continuations of its prompt."""
 
 
 Counts = Annotated[Sequence[Count], Field(min_length=1)]

@@ -79,6 +79,9 @@ class RunConfig:
             yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
             yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
+        if training.whole_documents and (facts is not None or self.data.streaming):
+            other = "data.streaming" if facts is None else "data.facts"
+            yield f"training.whole_documents with {other}: whole documents are packed from cached text without facts"
         if training.sequence_length % (shared := self.trainer.devices_per_sequence):
             yield (
                 f"training.sequence_length={training.sequence_length} cannot be divided among the {shared} devices of "

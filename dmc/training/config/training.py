@@ -212,6 +212,8 @@ class TrainingConfig:
     """Form of that loss, see `dmc.compression.head_agreement_loss`."""
     document_masking: StrictBool = False
     """Whether decisions and attention restart at each document of a packed sequence, in teacher and control too."""
+    whole_documents: StrictBool = False
+    """Whether a sequence holds whole documents, as many as fit, instead of a piece of the text cut anywhere."""
     overfit_sequences: Count | None = None
     """Train on this many sequences repeatedly, to check that the loss can fall; None: on all."""
     activation_checkpointing: StrictBool = False
