@@ -243,7 +243,8 @@ def plan_table(plan: TrainingPlan) -> str:
         f"  {'total':<26}{memory.total / GIB:9.2f}  of {device.memory_gib:.1f} ({device.source})",
         f"CPU memory of the first node: {plan.host_bytes / GIB:,.1f} GiB",
         *_disk_lines(plan.disk),
-        f"step: {plan.tokens_per_step:,} tokens, {plan.micro_batches} x {plan.micro_batch_size} sequences per rank",
+        f"step: {plan.tokens_per_step:,} tokens, on each rank {plan.micro_batches} micro-batch"
+        f"{'' if plan.micro_batches == 1 else 'es'} of {plan.micro_batch_size} sequences",
         *(f"  {stage.name:<12}{stage.steps:9,} steps {stage.tokens:19,} tokens" for stage in plan.stages),
         f"  {'total':<12}{plan.steps:9,} steps {sum(stage.tokens for stage in plan.stages):19,} tokens",
     ]
@@ -260,6 +261,7 @@ def plan_table(plan: TrainingPlan) -> str:
             f"at {plan.utilization:.0%} of the peak (planner.utilization, an assumption) {plan.step_seconds:,.1f} s "
         )
         time += f"a step, {plan.hours:,.1f} hours, {plan.gpu_hours:,.0f} GPU-hours"
+        time += ", without validation, initialization and export"
     return "\n".join([*lines, time])
 
 

@@ -239,8 +239,10 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
     assert found.gpu_hours == pytest.approx(operations / (312e12 * 0.5) / 3600)
     assert found.hours == pytest.approx(found.gpu_hours / 8)
     assert found.step_seconds == pytest.approx(found.hours * 3600 / 7)
-    line = plan_table(found).splitlines()[-1]
-    assert line.startswith(f"time: {operations / 7:.2g} FLOPs a step; at 50% of the peak") and "GPU-hours" in line
+    *lines, line = plan_table(found).splitlines()
+    assert line.startswith(f"time: {operations / 7:.2g} FLOPs a step; at 50% of the peak")
+    assert line.endswith("GPU-hours, without validation, initialization and export")
+    assert "step: 4,096 tokens, on each rank 4 micro-batches of 2 sequences" in lines
     assert [(stage.name, stage.steps) for stage in found.stages] == [("zero_out", 2), ("retrofit", 5)]
     assert sum(stage.tokens for stage in found.stages) == tokens
 
