@@ -190,7 +190,7 @@ def asked_to_compress(row: Row) -> bool:
 
 
 def acted(row: Row) -> tuple[int, int]:
-    """Return the entries that a row's cell removed or merged, and those that it left unread."""
+    """Return the entries that a row's cell removed or merged, and those that it left unread, summed over its steps."""
     return row["entries_seen"] - row["entries_held"], row["entries_unread"]
 
 
@@ -207,7 +207,7 @@ def idle_cells(rows: Sequence[Row]) -> list[str]:
 
 
 def counters(rows: Sequence[Row]) -> str:
-    """Format what each cell's compression did, counted at the last step of every sample."""
+    """Format what each cell's compression did: at the last step of every sample, but reads left out in all steps."""
     lines = pandas.DataFrame([row for row in rows if row["status"] == DONE and "entries_seen" in row])
     if lines.empty:
         return "Nothing was counted."
@@ -217,7 +217,7 @@ def counters(rows: Sequence[Row]) -> str:
         "task": ("task", ""),
         "entries seen": ("entries_seen", ",d"),
         "removed or merged": lambda line: f"{acted(line)[0]:,}",
-        "left unread": lambda line: f"{acted(line)[1]:,}",
+        "left unread, all steps": lambda line: f"{acted(line)[1]:,}",
         "CR at the end": ("achieved_ratio", ".2f"),
     }
     return markdown(texts_of(lines, columns))

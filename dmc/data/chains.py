@@ -11,8 +11,7 @@ root sums up to the target; there is one. The solution searches from the root, d
     e<d07=e                     the sum is the target: = answer
 
 Every line needs what stands far back: the edges in the problem, the target, an earlier line of the same node. Each item
-of a list begins with the node's own name, and so does its end: what comes next is what followed that name elsewhere,
-which models of a million parameters learn in minutes; lists behind `+` they had not learned by then.
+of a list begins with the node's own name, and so does its end: what comes next is what followed that name elsewhere.
 
 Which child comes first is chance, for the writer of the training data and for a model that samples. A solution of
 limited length is right if it comes to the answer in time, and several solutions of a problem search in several orders.

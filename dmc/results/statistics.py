@@ -326,13 +326,15 @@ def paired(measured: pandas.DataFrame, others: pandas.DataFrame) -> Estimate:
 
     Args:
         measured: of `Store.frame`, one method's; each is paired with the other of its seed, if there is one.
-        others: of another method.
+        others: of another method. Where they have more seeds than `measured`, as three retrofits beside a policy on one
+            model, each of them is paired instead.
     Raises:
         ValueError: none are of the same samples.
     """
     both = measured.merge(others[[*PAIRED, *OF_FULL]], on=PAIRED, suffixes=("", "_of_full"))
+    each = "key_of_full" if both["key_of_full"].nunique() > both["key"].nunique() else "key"
     same_seed = both["seed_of_full"] == both["seed"]
-    both = both[same_seed | ~same_seed.groupby(both["key"]).transform("any")].drop_duplicates("key", keep="last")
+    both = both[same_seed | ~same_seed.groupby(both[each]).transform("any")].drop_duplicates(each, keep="last")
     if both.empty:
         raise ValueError("they have no samples in common")
     return mean_of([_lost(rows) for _, rows in both.groupby("task", sort=False)])

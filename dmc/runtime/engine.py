@@ -44,11 +44,11 @@ def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_po
     most = rows * layout.most_blocks(context, options.block_size) * block
     gates = None if layout.policy_fields else layout.compression
     ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
-    longest = layout.num_paged_layers * layout.num_kv_heads * -(-context // options.block_size)
-    table_per_block = table * ratio * layout.num_paged_layers / max(layout.num_layers, 1)  # those of rings are as wide
-    tables = Tables(table * longest, table_per_block / block)
-    states = (rows + 1) * layout.recurrent_bytes
-    limit = pool_bytes(options.memory, layout.device, most, activations, tables, states)
+    longest = layout.num_layers * layout.num_kv_heads * -(-context // options.block_size)
+    tables = Tables(table * longest, table * ratio / block)
+    rings = table * len(layout.rings) * layout.num_kv_heads * layout.ring_blocks(options.block_size)
+    fixed = rings + (rows + 1) * layout.recurrent_bytes
+    limit = pool_bytes(options.memory, layout.device, most, activations, tables, fixed)
     return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 
 

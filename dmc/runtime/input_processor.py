@@ -154,6 +154,8 @@ class InputProcessor:
             tokens = self.encode(continuation, begins_text=False)
             if isinstance(prompt, Session):
                 sequence = self.sequence(prompt)
+                if not between and sequence.next_prompt == len(sequence.tokens):
+                    raise ValueError("the session has been fed all of its tokens: give after= the next ones")
             else:
                 sequence = self.sequence(None, self.encode(prompt))
             params = SamplingParams(max_new_tokens=len(tokens))

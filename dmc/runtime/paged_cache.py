@@ -47,7 +47,7 @@ class PagedCache:
         self.fields = FieldStore(layout.fields, *size, self.allocator.num_blocks + more, block_size, layout.device)
         self.fields.widen("ring_tables", layout.ring_blocks(block_size))
         if num_blocks is not None and recorded_length is not None:
-            fitting = num_blocks * self.expected_ratio / (layout.num_paged_layers * layout.num_kv_heads)
+            fitting = num_blocks * self.expected_ratio / (max(layout.num_layers, 1) * layout.num_kv_heads)
             self.fields.widen("block_tables", math.ceil(min(recorded_length / block_size, fitting)))
         self.slow: SlowPool | None = None
         """Entries that lie in the host's memory."""
@@ -145,7 +145,8 @@ class PagedCache:
     def read_row(self, row: int) -> dict[str, Tensor]:
         """Copy a sequence's fields, [layers, ...] each; "block_tables" are those of all layers in one."""
         states = self.fields.read_row(row)
-        return {**states, "block_tables": self._joined(states["block_tables"], states.pop("ring_tables"))}
+        rings = states.pop("ring_tables")
+        return {**states, "block_tables": self._joined(states["block_tables"], rings)}
 
     def _joined(self, tables: Tensor, rings: Tensor) -> Tensor:
         """Join tables of layers without a window, [L, H, M], and of those with one: [layers, H, the larger M]."""

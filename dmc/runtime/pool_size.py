@@ -106,7 +106,7 @@ def pool_bytes(
     most: int,
     activations: Activations,
     tables: Tables = Tables(),
-    states: int = 0,
+    fixed: int = 0,
 ) -> int | None:
     """Turn a `memory=` setting into bytes.
 
@@ -117,13 +117,14 @@ def pool_bytes(
         most: upper limit of "auto" in bytes.
         activations: memory that "auto" leaves for passes.
         tables: memory that "auto" leaves for block tables.
-        states: bytes that "auto" leaves for the states of layers without attention.
+        fixed: bytes that "auto" leaves for what is as large whatever the pages: tables of layers with a window, and the
+            states of layers without attention.
     Returns:
         Bytes for pages; None: no limit.
     """
     if isinstance(memory, str):
         free, engines = free_bytes(device), int(memory.partition("/")[2] or 1)
-        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines - states
+        usable = int(AUTO_FRACTION.get(device.type, AUTO_FRACTION["cpu"]) * free) // engines - fixed
         chosen = min(tables.room(activations.room(usable)), most)
         logger.info(
             "memory=%s: %d bytes for the cache's pages, of %d that are free on %s", memory, chosen, free, device

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dmc.compression.full_attention import context_length
 from dmc.ranks import Ranks
-from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams, Session, TokenEvent
+from dmc.runtime import Engine, FrozenSession, Generation, GenerationStats, SamplingParams, Session, TokenEvent
 from dmc.serving.metrics import Metrics
 from dmc.serving.requests import APIError, bad_value
 
@@ -46,19 +46,28 @@ class ServedCache:
         engine: engine that serves its model.
         folder: what `Engine.save` has written.
     Raises:
-        ValueError, OSError: see `Engine.load` and `Session.freeze`.
+        ValueError, OSError: see `Engine.load`; or there is no room for it.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._engine, self._folder = engine, folder
-        self._frozen = engine.load(folder).freeze()
+        self._frozen = self._read()
         self.num_tokens = len(self._frozen.tokens)
+
+    def _read(self) -> FrozenSession:
+        session = self._engine.load(self._folder)
+        if session.sequence.row is None:
+            raise ValueError(
+                f"caches: the memory of this model's cache has no room for the {len(session.tokens)} tokens of "
+                f"{self._folder} beside what it holds already; give more memory=, or load fewer"
+            )
+        return session.freeze()
 
     def session(self) -> Session:
         """Return a session that goes on from it; what a failed pass has emptied is read again."""
         if self._frozen.is_lost:
             try:
-                self._frozen = self._engine.load(self._folder).freeze()
+                self._frozen = self._read()
             except (ValueError, OSError):  # the session is computed from its tokens
                 logger.warning("%s could not be read again", self._folder, exc_info=True)
         return self._frozen.session()

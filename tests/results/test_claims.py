@@ -104,6 +104,24 @@ def test_differences_are_paired_by_sample_and_seed():
         Claim.parse("cr4 within 3 points of full at text").judge(to_frame(rows), "base")
 
 
+def test_every_seed_counts_on_either_side():
+    """A policy on one model beside three retrofits, of which the last alone is worse."""
+    draw, shared = numpy.random.default_rng(1), {"higher_is_better": False, "task": "text"}
+    values, rows = draw.normal(3, 1, 40), []
+    rows.append(plain_row("h2o", "4", values.tolist(), key="h2o") | shared)
+    for seed, lost in enumerate((-0.5, -0.5, 0.1)):
+        settings = {"model": {"path": "cr4", "variant": "cr4", "seed": seed}}
+        learned = {"learned": True, "settings": settings, "requested_ratio": 4.0}
+        of_seed = (values + lost + draw.normal(0, 0.01, 40)).tolist()
+        rows.append(plain_row("full", None, of_seed, key=f"cr4 {seed}", model=f"cr4-s{seed}") | learned | shared)
+    frame = to_frame(rows)
+    ahead, behind = (Claim.parse(text).judge(frame, "base") for text in (
+        "cr4 better than h2o at text", "h2o better than cr4 at text",
+    ))  # fmt: skip
+    assert behind.lost.value == pytest.approx(-ahead.lost.value) and behind.lost.value > 0.29
+    assert len(behind.lost.by_seed) == 3 and behind.standing == "not carried"
+
+
 def test_other_metrics_have_their_name_before_the_task():
     rows = rows_of(40, (0.0, 0.5))
     for row in rows:

@@ -325,3 +325,14 @@ def test_what_goes_on_from_a_frozen_session_waits_for_room_and_is_preempted(meth
         engine.session().freeze()
     frozen.close()
     assert engine.blocks_in_use == 0
+
+
+def test_a_session_that_was_fed_everything_predicts_nothing_further(make_stock, make_prompts):
+    engine, (context, more) = Engine(make_stock()), make_prompts(40, 9)
+    with engine.session() as session:
+        session.feed(context)
+        with pytest.raises(ValueError, match="the session has been fed all of its tokens: give after= the next ones"):
+            engine.score_with_stats([session], [more])
+        (found,) = engine.score_with_stats([session], [more[1:]], after=[more[:1]])
+    (expected,) = engine.score([context + more[:1]], [more[1:]])
+    torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)

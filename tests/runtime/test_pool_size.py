@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 from measured_memory import allocated_peak
+from runtime.test_windows import hybrid
 from transformers import LlamaConfig
 
 from dmc import Engine, SamplingParams
@@ -134,3 +135,16 @@ def test_a_prompt_beside_decoding_requests_needs_no_rectangle(gates, make_stock,
         engine.submit([token % 83 for token in range(240)], SamplingParams(max_new_tokens=1))
         peaks.append(allocated_peak(engine.step))
     assert peaks[1] <= 2 * peaks[0]
+
+
+def test_automatic_memory_reserves_tables_of_windows_as_wide_as_they_are(make_recording, monkeypatch):
+    free_memory = 3_000_000
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: free_memory)
+    monkeypatch.setattr(Activations, "of", lambda *_, **__: NONE)
+    layers = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+    model = hybrid("gemma3_text", window=32, max_position_embeddings=8192, **layers)
+    engine, _ = make_recording(model, memory="auto", max_batch_size=30)
+    cache = engine.cache
+    tables = sum(cache.fields[name].nbytes for name in ("block_tables", "ring_tables"))
+    pages, usable = cache.allocator.num_blocks * cache.block_bytes, free_memory // 2
+    assert 0.95 * usable <= pages + tables <= usable + cache.block_bytes

@@ -120,3 +120,8 @@ def test_the_memory_of_windows_is_counted_when_requests_are_admitted() -> None:
     assert generation.token_ids == own_tokens(model, texts(300)[0], 20) and generation.stats.achieved_ratio == 1
     with pytest.raises(ValueError, match="may need 4 blocks"):
         Engine(model, memory=2 * 2 * block - 1).submit(texts(300)[0], GREEDY)
+
+
+def test_what_is_copied_of_a_row_holds_its_tables_once() -> None:
+    """Those of windows are a part of `block_tables` there; twice, they took memory and counted twice."""
+    assert "ring_tables" not in Engine(hybrid("gemma3_text")).cache.read_row(0)

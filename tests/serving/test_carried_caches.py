@@ -16,6 +16,7 @@ from conftest import TEXT_VOCAB_SIZE, build_stock, mixed_gates
 
 from dmc import Engine, SamplingParams, policies, retrofit
 from dmc.budget import Budget
+from dmc.serving.worker import Worker
 
 CORPUS = "".join(f"line {i} <b>é</b>\n" for i in range(12))
 QUESTIONS = ["line 3", " <b>", "x"]
@@ -113,3 +114,14 @@ def test_what_cannot_go_on_from_a_cache_is_refused(expected_and_served: Any) -> 
         "h2o": {"corpus": tokens},
         "bare": {},
     }
+
+
+def test_a_cache_without_room_is_named_when_the_server_starts(tmp_path: Path) -> None:
+    model = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
+    engine = Engine(model)
+    with engine.session() as session:
+        session.feed(list(range(3, 103)))
+        engine.save(session, tmp_path / "long")
+    small = Engine(model, memory=engine.cache.block_bytes * 8)
+    with pytest.raises(ValueError, match=r"no room for the 100 tokens of .*long beside what it holds already; give"):
+        Worker({"own": small}, 4, caches={"own": {"corpus": str(tmp_path / "long")}})
