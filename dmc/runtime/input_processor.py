@@ -16,7 +16,6 @@ from dmc.runtime.options import SamplingParams
 from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, Sequence
 from dmc.runtime.sampling import new_generator
 from dmc.runtime.session import Session
-from dmc.runtime.snapshot import Snapshot
 from dmc.runtime.text_stream import TextStream
 
 TOKEN_IDS = TypeAdapter(list[int])
@@ -187,12 +186,9 @@ class InputProcessor:
 
     def _check_fits(self, num_tokens: int, sequence: Sequence) -> None:
         cache, limit = self._core.cache, context_length(self._model.config)
-        blocks, num_held = cache.blocks_for(num_tokens), sequence.num_computed_tokens
-        held: int | Snapshot | None = sequence.row
-        if held is None and sequence.base is not None and sequence.base.snapshot is not None:
-            held, num_held = sequence.base.snapshot, sequence.base.snapshot.tokens_seen
-        if not cache.grows and blocks > cache.allocator.num_blocks and held is not None:
-            blocks = cache.blocks_held(held) + cache.blocks_for(num_tokens - num_held)
+        blocks, base = cache.blocks_for(num_tokens), sequence.base and sequence.base.snapshot
+        if base is not None:  # it holds what it holds
+            blocks = min(blocks, cache.blocks_held(base) + cache.blocks_for(num_tokens - base.tokens_seen))
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
                 f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "
