@@ -44,7 +44,7 @@ class PrefixCache:
         self._seen: OrderedDict[bytes, bool] = OrderedDict()  # hashes of prompts, and whether others diverge there
 
     def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self._keys)
+        return iter([*self._keys])  # a copy at once: another thread may ask for figures
 
     @property
     def num_bytes(self) -> int:
