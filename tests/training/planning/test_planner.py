@@ -120,7 +120,8 @@ def test_planned_shards_are_what_a_rank_of_several_holds(devices, changes):
     with measured_memory.rank_of(config, devices) as strategy:
         held, measured = measured_memory.held_and_peak(config, shape_of(config), strategy)
     print(f"planned / measured = {planned.total / measured:.3f}")
-    assert planned.total == pytest.approx(measured, rel=PEAK)
+    has_copies = config.trainer.precision == "bf16-mixed" and not torch.cpu.get_capabilities().get("avx512_bf16")
+    assert planned.total == pytest.approx(measured, rel=0.05 if has_copies else PEAK)  # of matrices, in float32
     named = {name: size for name, size in held.items() if name in planned.components}
     sums = config.trainer.strategy == "hsdp" or config.trainer.accumulate_locally  # of whole gradients, named otherwise
     assert len(named) == (2 if sums else 3)
