@@ -23,8 +23,7 @@ from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
 from dmc.policies.merging import rewrite
 from dmc.policies.protection import Protection, Protector, split_positions
 
-POWERS = {"mass": 1, "squares": 2}
-"""Power of the attention that each sum accumulates."""
+POWERS = {"mass": 1, "squares": 2}  # of the attention that each sum accumulates
 
 
 class EvictionPolicy(Protection, CachePolicy):
