@@ -26,7 +26,7 @@ def test_in_an_environment_with_vllm(name):
         f"tests/vllm/{name}.py",
     ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=1500, check=False
+        command, cwd=ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=900, check=False
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
