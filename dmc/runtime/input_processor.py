@@ -186,7 +186,7 @@ class InputProcessor:
 
     def _check_fits(self, num_tokens: int, sequence: Sequence) -> None:
         cache, limit = self._core.cache, context_length(self._model.config)
-        blocks, base = cache.blocks_for(num_tokens), sequence.base and sequence.base.snapshot
+        blocks, base = cache.blocks_for(num_tokens), None if sequence.base is None else sequence.base.snapshot
         if base is not None:  # it holds what it holds
             blocks = min(blocks, cache.blocks_held(base) + cache.blocks_for(num_tokens - base.tokens_seen))
         if not cache.grows and blocks > cache.allocator.num_blocks:
