@@ -105,11 +105,11 @@ def by_coordinates(results: Sequence[SampleResult]) -> dict[str, dict[str, list[
 
 
 def split_of_text(task: Task) -> str | None:
-    """Return the split of a task's text; None: it has no text, or the user's own."""
+    """Return the split of a task's text, or of the problems that it draws; None: it has neither, or the user's own."""
     for source in vars(task).values():
         if isinstance(source, DocumentSource) and not getattr(source, "is_local", False):
             return getattr(source, "split", None)
-    return None
+    return getattr(task, "split", None)
 
 
 def spread(count: int, length: int) -> list[int]:

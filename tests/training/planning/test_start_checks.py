@@ -23,6 +23,10 @@ def shipped(name):
     config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
     if config.model is None or config.model == config.base.path:
         return config
+    if name.startswith("reasoning/"):
+        return dataclasses.replace(
+            config, base=BaseConfig(config.model, composed("experiment=reasoning/base_small").base.shape)
+        )
     tiny = {"study": "tiny_llama_32_heads", "hybrid": "tiny_gpt_oss"}.get(name.split("/")[0], "tiny_llama")
     shape = {**composed(f"base={tiny}").base.shape, "vocab_size": config.data.tokenizer.train_vocab_size}
     return dataclasses.replace(config, base=BaseConfig(config.model, shape))
