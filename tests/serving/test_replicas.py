@@ -56,7 +56,7 @@ def cluster(text_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> It
         text_tokenizer.save_pretrained(folder / name)
     models = f"models={{own: {folder}/own, full: {folder}/full}}"
     command = [sys.executable, str(SCRIPTS / "serve.py"), models, "port=0", "memory=20000000", "replicas=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     environment["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": NUM_CPUS})
     environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)

@@ -148,6 +148,7 @@ def _start(folder):
     paths = os.pathsep.join([str(Path(sys.executable).parent), "/usr/sbin", "/usr/bin", os.environ["PATH"]])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
     environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": paths, "OMP_NUM_THREADS": "1"}
+    environment["RAY_worker_niceness"] = "0"  # 15 by default: beside other tests replicas would hardly run
     cluster = Slurm(folder, environment)
     munge = [f"--{name}-file={folder}/munge.{suffix}" for name, suffix in (("key", "key"), ("pid", "pid"))]
     munge += [f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed", f"--socket={folder}/munge.socket"]
