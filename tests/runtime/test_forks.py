@@ -20,7 +20,7 @@ KINDS += [
 ]
 KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
-CLOSE = 3e-5  # float32 sums in another order: up to 1.5e-5 on some processors
+CLOSE = 2e-5  # float32 sums in another order: 1.43e-5 seen on a processor, with OmniKV
 
 
 @pytest.mark.parametrize("method", KINDS)
