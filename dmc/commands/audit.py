@@ -16,13 +16,13 @@ from dmc.policies.protection import Protection
 from dmc.results.benchmark import BenchmarkConfig, EngineDecoder, random_prompts, time_interleaved
 from dmc.results.claims import Claim, Method
 from dmc.results.compare import run_cells
-from dmc.results.equal_bytes import asked_of
+from dmc.results.equal_bytes import asked_of, bytes_budget
 from dmc.results.grid import Cell, CompareConfig, named_settings, plan_grid, plan_methods
 from dmc.results.measurement import DONE, Row
 from dmc.results.models import PlannedModel, plan_model
 from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
-from dmc.results.tables import markdown, texts_of, write_tables
+from dmc.results.tables import RATIO_TOLERANCE, markdown, texts_of, write_tables
 from dmc.results.tasks.prompts import Encoder
 
 AUDIT = "audit.md"
@@ -184,9 +184,9 @@ def judge(claims: Sequence[Claim], frame: pandas.DataFrame, reference: str | Non
     return said, refuted
 
 
-def asked_to_compress(row: Row) -> bool:
+def asked_to_compress(row: Row | pandas.Series) -> bool:
     """Return whether a finished row's method was to hold or read less than everything."""
-    return (row["learned"] or row["budget"] is not None) and row["requested_ratio"] > 1
+    return (row["learned"] or not pandas.isna(row["budget"])) and row["requested_ratio"] > 1
 
 
 def acted(row: Row) -> tuple[int, int]:
@@ -207,7 +207,17 @@ def idle_cells(rows: Sequence[Row]) -> list[str]:
 
 
 def counters(rows: Sequence[Row]) -> str:
-    """Format what each cell's compression did: at the last step of every sample, but reads left out in all steps."""
+    """Format what each cell's compression did: at the last step of every sample, but reads left out in all steps.
+
+    CR held is over the scored positions. A cell whose CR is below `RATIO_TOLERANCE` of what was asked for has an arrow.
+    """
+
+    def end_ratio(line: pandas.Series) -> str:
+        held = max(line["achieved_ratio"], line["mean_achieved_ratio"])
+        of_bytes = bytes_budget(line["budget"]) is not None
+        is_missed = asked_to_compress(line) and not of_bytes and held < RATIO_TOLERANCE * line["requested_ratio"]
+        return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
+
     lines = pandas.DataFrame([row for row in rows if row["status"] == DONE and "entries_seen" in row])
     if lines.empty:
         return "Nothing was counted."
@@ -218,7 +228,8 @@ def counters(rows: Sequence[Row]) -> str:
         "entries seen": ("entries_seen", ",d"),
         "removed or merged": lambda line: f"{acted(line)[0]:,}",
         "left unread, all steps": lambda line: f"{acted(line)[1]:,}",
-        "CR at the end": ("achieved_ratio", ".2f"),
+        "CR held": ("mean_achieved_ratio", ".2f"),
+        "CR at the end": end_ratio,
     }
     return markdown(texts_of(lines, columns))
 

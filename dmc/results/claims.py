@@ -11,8 +11,10 @@ from typing import Literal
 import pandas
 
 from dmc.config.settings import suggest
+from dmc.results.equal_bytes import WHOLE_PAGES, bytes_budget
 from dmc.results.measurement import FULL
 from dmc.results.statistics import CONFIDENCE, Estimate, paired
+from dmc.results.tables import RATIO_TOLERANCE
 from dmc.results.verdict import Scale
 
 GRAMMAR = re.compile(
@@ -23,7 +25,9 @@ EXPECTED = (
     "expected 'METHOD within NUMBER points of METHOD at TASK' (or nats), or 'METHOD better than METHOD at TASK'; "
     "METHOD is a model, full, POLICY, POLICY/BUDGET or MODEL/POLICY/BUDGET, TASK may be 'METRIC of TASK'"
 )
-Standing = Literal["true", "false", "not carried"]
+RATIO_IN_NAME = re.compile(r"(?:^|[^a-z0-9])cr[_-]?(\d+(?:\.\d+)?)(?![a-z0-9])", re.IGNORECASE)
+"""The ratio that a model's name claims: 8 for `cr8` and `best_cr8`."""
+Standing = Literal["true", "false", "not carried", "not compressed"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,10 @@ class Claim:
         scale = Scale.of(lines)
         if self.unit is not None and self.unit != ("point" if scale.is_share else scale.unit.strip().removesuffix("s")):
             raise ValueError(f"claim={self.text!r}: {scale.metric} is not measured in {self.unit}s")
+        names = (self.subject, self.other)
+        held = [Held.of(*found) for found in zip(names, sides, (subject, other), strict=True) if not found[1].is_full]
         try:
-            return Judgement(self, paired(subject, other), scale, int(subject["num_samples"].iloc[0]))
+            return Judgement(self, paired(subject, other), scale, int(subject["num_samples"].iloc[0]), tuple(held))
         except ValueError as error:
             raise ValueError(f"claim={self.text!r}: {error}") from error
 
@@ -135,6 +141,49 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Held:
+    """How much a compressed method of a claim held, in the model of its variant that compressed least."""
+
+    name: str
+    ratio: float
+    """CR over the scored positions, or at the end of samples where that is higher."""
+    claimed: float | None
+    """CR that its name, its budget or its training claims; None: the claim is of bytes, or counts decisions alone."""
+    bytes_over: float
+    """Bytes over those of a budget in bytes; NaN: another kind of budget."""
+    unread: int
+    """Entries that it held and left unread, over all steps: it claims fewer reads, not a smaller cache."""
+
+    @classmethod
+    def of(cls, name: str, method: Method, lines: pandas.DataFrame) -> Held:
+        """Read what was held from a method's measurements of one metric."""
+        first, in_name = lines.iloc[0], RATIO_IN_NAME.search(method.variant)
+        if method.budget is None and in_name is not None:
+            claimed: float | None = float(in_name[1])
+        elif bytes_budget(method.budget) is not None or first["target_counts"] == "decided":
+            claimed = None
+        else:
+            claimed = float(lines["requested_ratio"].max())
+        ratio = float(lines[["achieved_ratio", "end_ratio"]].max(axis=1).min())
+        over = float((lines["bytes_per_token"] / lines["requested_bytes_per_token"]).max())
+        return cls(name, ratio, claimed, over, int(lines["entries_unread"].sum()))
+
+    @property
+    def is_as_claimed(self) -> bool:
+        """Whether it held `RATIO_TOLERANCE` of the ratio, or a budget in bytes to whole pages."""
+        if self.unread or self.claimed is None:
+            return bool(self.unread) or not self.bytes_over > WHOLE_PAGES
+        return self.ratio >= RATIO_TOLERANCE * self.claimed
+
+    def __str__(self) -> str:
+        text = f"{self.name} held CR {self.ratio:.2f}"
+        if not math.isnan(self.bytes_over):
+            return f"{text} in {self.bytes_over:.0%} of the bytes asked for"
+        text += "" if self.claimed is None else f" of {self.claimed:.3g} claimed"
+        return f"{text}, and left {self.unread:,} entries unread" if self.unread else text
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What measurements say of a claim."""
 
@@ -143,10 +192,14 @@ class Judgement:
     """How much worse the subject is than the other."""
     scale: Scale
     num_samples: int
+    held: tuple[Held, ...]
+    """What its compressed methods held."""
 
     @property
     def standing(self) -> Standing:
-        """Whether it is true or false with 95 % confidence, or neither."""
+        """Whether it is true or false with 95 % confidence, or neither; what was not compressed carries no claim."""
+        if not all(held.is_as_claimed for held in self.held):
+            return "not compressed"
         margin = self.claim.margin
         if self.lost.upper <= margin if margin is not None else self.lost.upper < 0:
             return "true"
@@ -163,11 +216,14 @@ class Judgement:
         difference, sure = scale.difference(lost.value, lost.error), f"with {100 * CONFIDENCE:.0f} % confidence"
         kind = "samples" if contexts == self.num_samples else "texts"
         over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
+        held = "".join(f"; {found}" for found in self.held)
+        if self.standing == "not compressed":
+            return f"not compressed: {self.claim.text}{held}; at least {RATIO_TOLERANCE:.0%} of a CR must be held."
         if self.standing != "not carried":
             side = f"at most {scale.bound(lost.upper)} worse"
             if lost.upper < 0 or self.standing == "false":
                 side = f"at least {self._least}"
-            return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over})."
+            return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over}){held}."
         if math.isinf(lost.reach):
             carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
         else:
@@ -178,7 +234,7 @@ class Judgement:
         else:
             more = f"it would need {needed:,} {kind}"
             more += "" if kind == "samples" else f" ({math.ceil(needed * self.num_samples / contexts):,} samples)"
-        return f"not carried: {self.claim.text}: {difference}; {carried}; {more}."
+        return f"not carried: {self.claim.text}: {difference}; {carried}; {more}{held}."
 
     @property
     def _least(self) -> str:

@@ -98,6 +98,8 @@ class Measurement(TypedDict):
     """Maximum bytes at any position of any sample."""
     mean_tokens: float
     """Mean tokens seen over positions and samples: the weight of a ratio."""
+    entries_unread: int
+    """Entries that were held and not read, summed over all steps."""
     reference: str | None
     """Model whose full cache a compressed one is compared with."""
     task_key: str
@@ -108,6 +110,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("learned", "is_full", "is_main", "higher_is_better"), bool),
     **dict.fromkeys(("value", "error", "requested_ratio", "achieved_ratio", "bytes_per_token", "mean_tokens"), float),
     **dict.fromkeys(("requested_bytes_per_token", "end_ratio", "peak_bytes"), float),
+    "entries_unread": int,
     **dict.fromkeys(COORDINATES, float),
 }
 
@@ -194,6 +197,7 @@ def _shared(row: Row) -> dict[str, Any]:
         "end_ratio": row["achieved_ratio"],
         "peak_bytes": row.get("peak_bytes_allocated", row.get("bytes_allocated")),
         "mean_tokens": row.get("mean_tokens") or 1.0,
+        "entries_unread": row.get("entries_unread") or 0,
     }
 
 

@@ -9,6 +9,7 @@ from dmc import load_model, retrofit
 from dmc.commands.audit import idle_cells
 from dmc.compression import CompressionConfig
 from dmc.models.loading import load_tokenizer
+from dmc.results import compare
 
 CHAT = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<a>"
 TRUE = "h2o within 9 nats of full at loss"
@@ -46,6 +47,26 @@ def test_a_true_claim_passes_with_protected_forms_counters_and_a_page(audit, tmp
     rows = {row["policy"]: row for row in map(json.loads, (tmp_path / "audit/cells.jsonl").read_text().splitlines())}
     seen, held = (rows["h2o"][f"entries_{name}"] for name in ("seen", "held"))
     assert seen == 6 * 47 * 2 * 2 and held < seen / 3.5 and f"| {seen:,} | {seen - held:,} | 0 |" in said
+    assert f"| {rows['h2o']['mean_achieved_ratio']:.2f} | {seen / held:.2f} |" in said
+    assert f"; h2o held CR {max(seen / held, rows['h2o']['mean_achieved_ratio']):.2f} of 4 claimed." in said
+
+
+def test_a_claim_about_a_cache_that_lost_a_single_entry_fails(audit, tmp_path, monkeypatch, capsys):
+    """What removed anything at all has acted, but has not compressed."""
+    of_engine = compare.memory_of
+
+    def one_removed(stats, budget=None):
+        found = of_engine(stats, budget)
+        if budget is None:
+            return found
+        held = found["entries_seen"] - 1
+        ratio = found["entries_seen"] / held
+        return found | {"entries_held": held, "achieved_ratio": ratio, "mean_achieved_ratio": ratio}
+
+    monkeypatch.setattr(compare, "memory_of", one_removed)
+    failed = f"not compressed: {TRUE}; h2o held CR 1.00 of 4 claimed; at least 90% of a CR must be held."
+    assert audit(TRUE, protect=None) == f"error: the audit failed:\n  {failed}"
+    assert "| 1 | 0 | 1.00 | 1.00 ↓ |" in capsys.readouterr().out
 
 
 def test_every_reason_to_fail_is_said(audit, folders, tmp_path, capsys):

@@ -87,6 +87,62 @@ def test_a_single_text_carries_nothing():
     assert found.standing == "not carried" and found.contexts_needed is None and "unknown" in str(found)
 
 
+def test_a_claim_prints_what_was_held_and_fails_where_that_is_less_than_nine_tenths():
+    rows, texts = rows_of(150, (0.005, 0.5)), "retrofit within 3 points of h2o at recall"
+    said = str(Claim.parse(texts).judge(to_frame(rows), "base"))
+    assert said.startswith("true: ") and said.endswith(
+        "; retrofit held CR 3.96 of 4 claimed; h2o held CR 3.96 of 4 claimed."
+    )
+    for end, mean, standing in ((3.6, 2.0, "true"), (2.0, 3.6, "true"), (3.59, 3.5, "not compressed")):
+        rows[1] |= {"achieved_ratio": end, "mean_achieved_ratio": mean}
+        assert Claim.parse(WITHIN).judge(to_frame(rows), "base").standing == standing
+    one_removed = 4800 / 4799
+    rows[1] |= {"achieved_ratio": one_removed, "mean_achieved_ratio": one_removed}
+    assert str(Claim.parse(WITHIN).judge(to_frame(rows), "base")) == (
+        f"not compressed: {WITHIN}; retrofit held CR 1.00 of 4 claimed; at least 90% of a CR must be held."
+    )
+    better = Claim.parse("full better than retrofit at recall").judge(to_frame(rows), "base")
+    assert better.standing == "not compressed"
+    # of three models of one variant the one that compressed least counts
+    seeds = [rows[1] | {"key": f"{seed}", "model": f"s{seed}", "achieved_ratio": 4.0} for seed in range(3)]
+    for seed, row in enumerate(seeds):
+        row["settings"] = {"model": {"path": "", "variant": "retrofit", "seed": seed}}
+    assert Claim.parse(WITHIN).judge(to_frame([rows[0], *seeds]), "base").standing == "true"
+    seeds[1] |= {"achieved_ratio": 3.0}
+    assert "retrofit held CR 3.00 of 4" in str(Claim.parse(WITHIN).judge(to_frame([rows[0], *seeds]), "base"))
+
+
+def test_a_ratio_in_a_models_name_is_a_claim_of_its_own():
+    rows = rows_of(150, (0.005, 0.5))
+    for name, standing in (
+        ("cr4", "true"),
+        ("best_cr4", "true"),
+        ("cr8", "not compressed"),
+        ("cr8_best", "not compressed"),
+    ):
+        rows[1] |= {"model": name, "target_counts": "decided"}  # whose own ratio is none of what is held
+        assert (
+            Claim.parse(f"{name} within 3 points of full at recall").judge(to_frame(rows), "base").standing == standing
+        )
+    rows[1] |= {"model": "micro8", "achieved_ratio": 1.5, "mean_achieved_ratio": 1.5}
+    found = Claim.parse("micro8 within 3 points of full at recall").judge(to_frame(rows), "base")
+    assert found.standing == "true" and str(found).endswith("; micro8 held CR 1.50.")
+
+
+def test_a_budget_in_bytes_is_held_to_whole_pages_and_reading_less_is_no_smaller_cache():
+    rows, text = rows_of(150, (0.005, 0.02)), "h2o within 9 points of full at recall"
+    rows[2] |= {"budget": "bytes:cr8", "requested_bytes_per_token": 100.0}
+    for size, standing in ((114.0, "true"), (116.0, "not compressed")):
+        rows[2]["mean_bytes_allocated_per_token"] = size
+        found = Claim.parse(text).judge(to_frame(rows), "base")
+        assert found.standing == standing and f"h2o held CR 3.96 in {size:.0f}% of the bytes asked for" in str(found)
+    rows[2] |= {"budget": "4", "achieved_ratio": 1.0, "mean_achieved_ratio": 1.0, "requested_bytes_per_token": None}
+    assert Claim.parse(text).judge(to_frame(rows), "base").standing == "not compressed"
+    rows[2]["entries_unread"] = 4800
+    found = Claim.parse(text).judge(to_frame(rows), "base")
+    assert found.standing == "true" and "of 4 claimed, and left 4,800 entries unread" in str(found)
+
+
 def test_differences_are_paired_by_sample_and_seed():
     draw, rows = numpy.random.default_rng(1), []
     shared = {"higher_is_better": False, "task": "text"}
