@@ -1,18 +1,22 @@
 """Several processes on one grid: each cell is measured once, and none is lost with a process that is killed."""
 
+import itertools
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from report_rows import CONFIGS
 
 from dmc.results import compare
@@ -42,9 +46,7 @@ class Slow:
     def evaluate(self, engine, samples):
         with open(self.log, "a") as file:
             file.write(f"{os.getpid()} {self.number}\\n")
-        time.sleep(0.05)
-        while Path(self.log + ".hold").exists() and str(os.getpid()) in Path(self.log + ".hold").read_text().split():
-            time.sleep(0.01)
+        time.sleep(3600 if "HELD" in os.environ else 0.05)
         stats = GenerationStats.__new__(GenerationStats)
         stats.__dict__.update(tokens_seen=3, slots=torch.ones(1, 1), bytes_allocated=8, mean_bytes_allocated=8.0)
         stats.__dict__.update(mean_tokens_seen=2.0, mean_slots=torch.ones(1, 1), peak_bytes_allocated=8)
@@ -54,6 +56,8 @@ class Slow:
 
 MODEL = SimpleNamespace(device=torch.device("cpu"), get_input_embeddings=lambda: torch.nn.Embedding(4, 1))
 """As much of a model as a grid asks for."""
+ENGINE = SimpleNamespace(cache=SimpleNamespace(num_unread=0))
+"""As much of an engine: without it a row is that of a failure, which a process that starts later repeats."""
 
 
 @pytest.fixture
@@ -76,26 +80,54 @@ def work(cells, loading=lambda: None):
         loading()
         return MODEL, None
 
-    run_cells(cells, store_of(cells), load, lambda *_, **__: None)
+    run_cells(cells, store_of(cells), load, lambda *_, **__: ENGINE)
+
+
+def hold(cells):
+    """Measure a first cell, which does not end."""
+    os.environ["HELD"] = ""
+    work(cells)
+
+
+def killed_at(point, cells, torn=None):
+    """Measure cells and be killed at a line of code from the writing of the first row on, or when its line is torn."""
+    append, passed = Store.append, itertools.count()
+    files = {sys.modules[kind.__module__].__file__ for kind in (Store, type(FileLock("")))} | {compare.__file__}
+
+    def trace(frame, event, _):
+        if event == "line" and next(passed) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace if frame.f_code.co_filename in files else None
+
+    def traced_append(store, row):
+        if torn is not None:  # the kernel writes so many bytes and ends the process at the next
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (torn, torn))
+        else:
+            sys.settrace(trace)
+        append(store, row)
+
+    Store.append = traced_append
+    work(cells)
+    sys.settrace(None)
 
 
 def lines(path):
     return [[int(number) for number in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def written(cells):
-    return Counter(json.loads(line)["key"] for line in store_of(cells).path.read_text().splitlines() if line)
+def written(cells, is_torn=False):
+    rows = [json.loads(line) for line in store_of(cells).path.read_text().splitlines()[is_torn:] if line]
+    assert {row["status"] for row in rows} == {"done"}
+    return Counter(row["key"] for row in rows)
 
 
 def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(grid, tmp_path):
-    doomed, others = ([FORK.Process(target=work, args=(grid,)) for _ in range(2)] for _ in range(2))
-    (tmp_path / "log.hold").write_text("")
+    doomed, others = ([FORK.Process(target=target, args=(grid,)) for _ in range(2)] for target in (hold, work))
     for worker in doomed:
         worker.start()
-        (tmp_path / "log.hold").write_text(" ".join(str(process.pid) for process in doomed if process.pid))
     while {pid for pid, _ in lines(tmp_path / "log")} != {worker.pid for worker in doomed}:
         time.sleep(0.01)
-    time.sleep(0.2)  # each holds one cell by now
     for worker in others:
         worker.start()
     while len({number for _, number in lines(tmp_path / "log")}) < 8:  # all others are measured meanwhile
@@ -110,6 +142,53 @@ def test_the_cells_of_two_killed_processes_of_four_are_measured_by_the_others(gr
     assert written(grid) == dict.fromkeys([cell.key for cell in grid], 1)
     began = Counter(number for _, number in lines(tmp_path / "log"))
     assert sorted(began) == list(range(8)) and sorted(began.values()) == [1] * 6 + [2, 2]
+
+
+@pytest.fixture
+def after_a_death(grid, tmp_path):
+    """Return a function that lets a process measure the second cell and die, beside one that has begun with the first.
+
+    It returns the exit code, the rows of the second cell, and what the other process is given next.
+    """
+
+    def run(*args):
+        store = store_of(grid)
+        store.path.unlink(missing_ok=True)
+        given = divide(grid[:2], store)
+        assert next(given) is grid[0]
+        worker = FORK.Process(target=killed_at, args=(args[0], grid[1:2], *args[1:]))
+        worker.start()
+        worker.join(60)
+        found = [row for row in store.rows() if row["key"] == grid[1].key]
+        with closing(given):
+            return worker.exitcode, found, list(given)
+
+    return run
+
+
+def test_a_row_is_neither_missed_nor_written_twice_wherever_its_process_is_killed(grid, after_a_death):
+    stages = []
+    for point in itertools.count():
+        code, rows, left = after_a_death(point)
+        assert left == ([] if rows else grid[1:2])
+        stages.append((code, len(rows)))
+        if code == 0:
+            break
+    assert stages == sorted(
+        stages, key=lambda stage: (stage[0] == 0, stage[1])
+    )  # none before the write, one from it on
+    assert {*stages} == {(-signal.SIGKILL, 0), (-signal.SIGKILL, 1), (0, 1)} and len(stages) > 20
+
+
+def test_a_line_that_is_torn_anywhere_is_measured_again_if_it_is_no_row(grid, after_a_death):
+    work(grid[1:2])
+    size = store_of(grid).path.stat().st_size
+    for torn in (1, size // 2, size - 2, size - 1):  # the last lacks but its newline
+        code, rows, left = after_a_death(0, torn)
+        assert code == -signal.SIGXFSZ and store_of(grid).path.stat().st_size == torn
+        assert (rows != []) == (torn == size - 1) and left == ([] if rows else grid[1:2])
+        work(grid[:2])
+        assert written(grid, is_torn=not rows) == dict.fromkeys([cell.key for cell in grid[:2]], 1)
 
 
 def test_what_another_process_has_finished_or_tried_since_the_start_is_left_alone(grid):
