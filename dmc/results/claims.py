@@ -12,8 +12,9 @@ import pandas
 
 from dmc.config.settings import suggest
 from dmc.results.equal_bytes import WHOLE_PAGES, bytes_budget
+from dmc.results.estimates import CONFIDENCE, POWER, Estimate
 from dmc.results.measurement import FULL
-from dmc.results.statistics import CONFIDENCE, Estimate, paired
+from dmc.results.statistics import paired
 from dmc.results.tables import RATIO_TOLERANCE
 from dmc.results.verdict import Scale
 
@@ -207,9 +208,8 @@ class Judgement:
 
     @property
     def contexts_needed(self) -> int | None:
-        """Contexts that would decide it if the difference stayed as measured; None: no number of them is known to."""
-        distance = abs((self.claim.margin or 0.0) - self.lost.value)
-        return self.lost.contexts_needed(distance) if distance > 0 else None
+        """Contexts that would decide it at `POWER` if the difference is as measured; None: no number is known to."""
+        return self.lost.contexts_needed(abs((self.claim.margin or 0.0) - self.lost.value), POWER)
 
     def __str__(self) -> str:
         lost, scale, contexts = self.lost, self.scale, self.lost.num_contexts
@@ -240,5 +240,5 @@ class Judgement:
     def _least(self) -> str:
         """Return the bound that is nearer to no difference."""
         is_better = self.lost.upper < 0
-        bound = (100 if self.scale.is_share else 1) * (-self.lost.upper if is_better else self.lost.lower)
-        return f"{bound:.3g}{self.scale.unit_of_difference} {'better' if is_better else 'worse'}"
+        bound = self.scale.bound(-self.lost.upper if is_better else self.lost.lower, is_lower=True)
+        return f"{bound} {'better' if is_better else 'worse'}"

@@ -1,12 +1,7 @@
 """Statistical comparison of methods: the only code that compares measurements.
 
 * Methods are paired sample by sample: only measurements with one `samples_key` are compared.
-* Samples of one context (a file, a text) and models of one seed are no independent evidence: errors are clustered by
-  both. Bounds are Student's: of the contexts' part with their degrees of freedom, of the seeds' part with theirs.
-* "worse" and "as good" are claims at 95 % each: the difference's lower bound is above 0, or its upper bound within the
-  margin. All else is "unknown", and so is everything whose spread is: one sample, one context. Of n contexts whose
-  answers agree 3 in n may still differ, so that "as good" then needs 3 / margin contexts; see `UNSEEN`.
-* The margin that samples carry is the distance of a bound from the mean.
+* Errors and bounds are those of `estimates.py`.
 * Equal memory is bytes over all scored positions, within `SAME_BYTES`, as measured: nothing is interpolated (whole
   pages may leave a baseline a little more, and the table says so). The budget `bytes:NAME` measures methods in as many;
   without such a measurement a method has no figure.
@@ -18,174 +13,24 @@ models beside training-free methods in their bytes.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy
 import pandas
-from scipy.special import stdtrit
 
 from dmc.results.equal_bytes import SAME_BYTES, WHOLE_PAGES, asked_of
+from dmc.results.estimates import Estimate, difference, estimate, mean_of
 
-CONFIDENCE = 0.95
-"""Confidence of each bound, one-sided."""
 MARGIN = 0.02
 """Largest loss that counts as "as good": nats per token, or share of answers; relative for metrics above 1."""
-UNSEEN = 3.0
-"""Answers: 3 in n contexts may be unlike all n, and differ by so many times the largest difference of any of these, or
-wholly where none differs."""
 PAIRED = ["task", "metric", "task_key", "samples_key"]
 """Columns in which measurements agree that are paired sample by sample."""
 OF_FULL = ["key", "model", "named", "variant", "policy", "seed", "value", "samples", "bytes_per_token"]
 """Columns of the full cache that a measurement is compared with."""
 BESIDE = ["variant", "task", "metric", "baseline", "baseline_value", "baseline_error", "baseline_lost"]
-BESIDE += ["baseline_bytes", "gap", "gap_error", "gap_lower", "gap_upper", "seeds", "seeds_ahead"]
-Standing = Literal["as good", "worse", "unknown", ""]
-Seeds = Sequence[Sequence[float]] | numpy.ndarray
-"""Values of samples by seed; all seeds have the same samples."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over samples and seeds, with the bounds of its loss."""
-
-    value: float
-    """The mean; NaN: there is nothing to compare with."""
-    variance: float = math.nan
-    """Variance of the mean over contexts; NaN: unknown, nothing can be claimed."""
-    degrees: float = math.inf
-    """Degrees of freedom of that variance."""
-    floor: float = 0.0
-    """Part of the bounds' distance that is for contexts unlike the sampled ones."""
-    num_contexts: int = 0
-    by_seed: tuple[float, ...] = ()
-    """Mean of each seed."""
-
-    @property
-    def variance_of_seeds(self) -> float:
-        """Variance of the mean over seeds; 0 for a single one."""
-        return float(numpy.var(self.by_seed, ddof=1)) / len(self.by_seed) if len(self.by_seed) > 1 else 0.0
-
-    @property
-    def error(self) -> float:
-        """Standard error; NaN: unknown."""
-        return math.sqrt(self.variance + self.variance_of_seeds)
-
-    @property
-    def reach(self) -> float:
-        """Distance between the value and its bounds: the margin that the samples carry; infinite: none.
-
-        Each variance is stretched by its own quantile: one of their sum is too small where two seeds happen to be
-        alike.
-        """
-        if math.isnan(self.variance):
-            return math.inf
-        of_contexts = _quantile(self.degrees) ** 2 * self.variance + self.floor**2
-        of_seeds = _quantile(len(self.by_seed) - 1) ** 2 * self.variance_of_seeds if self.variance_of_seeds else 0.0
-        return math.sqrt(of_contexts + of_seeds)
-
-    @property
-    def lower(self) -> float:
-        """Lower bound with 95 % confidence."""
-        return self.value - self.reach
-
-    @property
-    def upper(self) -> float:
-        """Upper bound with 95 % confidence."""
-        return self.value + self.reach
-
-    @property
-    def num_seeds_above(self) -> int:
-        """Number of seeds whose mean is above 0."""
-        return sum(mean > 0 for mean in self.by_seed)
-
-    def standing(self, margin: float) -> Standing:
-        """Return what a loss shows: "as good" up to the margin, "worse", "unknown", or "" without a value."""
-        if math.isnan(self.value):
-            return ""
-        if self.upper <= margin:
-            return "as good" if math.isfinite(self.reach) else "unknown"
-        return "worse" if self.lower > 0 else "unknown"
-
-    def contexts_needed(self, margin: float) -> int | None:
-        """Return the contexts that would carry a margin at this spread.
-
-        None: the spread is unknown, or that of the seeds alone is too large.
-        """
-        if math.isinf(self.reach) or replace(self, variance=0.0, floor=0.0).reach >= margin:
-            return None
-
-        def is_enough(contexts: int) -> bool:
-            more = contexts / self.num_contexts
-            degrees = max(1.0, (self.degrees + 1) * more - 1)
-            scaled = replace(self, variance=self.variance / more, degrees=degrees, floor=self.floor / more)
-            return scaled.reach <= margin
-
-        most = 2
-        while not is_enough(most):
-            most *= 2
-        return bisect_left(range(most), True, lo=2, key=is_enough)
-
-
-def _quantile(degrees: float) -> float:
-    return float(stdtrit(degrees, CONFIDENCE))
-
-
-def estimate(values: Seeds, contexts: Sequence[Any] = (), are_answers: bool = False) -> Estimate:
-    """Estimate a mean, its error clustered by context and by seed.
-
-    The two variances are added, which counts the variance within a context and seed twice: with few seeds this is
-    conservative.
-
-    Args:
-        values: see `Seeds`.
-        contexts: context of each sample; empty: each sample has its own.
-        are_answers: whether they are (differences of) scores from 0 to 1, such as right or wrong answers, whose rare
-            losses a few contexts need not show: see `UNSEEN`.
-    """
-    found = numpy.asarray(values, dtype=float)
-    mean, by_seed, samples = float(found.mean()), tuple(found.mean(1).tolist()), found.shape[1]
-    members = numpy.unique([repr(context) for context in contexts or range(samples)], return_inverse=True)[1]
-    sizes = numpy.bincount(members)
-    num = len(sizes)
-    if num < 2:
-        return Estimate(mean, num_contexts=num, by_seed=by_seed)
-    parts = numpy.bincount(members, found.mean(0) - mean) / (samples - sizes)  # without each context: the jackknife
-    variance = (num - 1) / num * float(parts @ parts)
-    degrees = max(1.0, samples**2 / float(sizes @ sizes) - 1)  # uneven contexts count as fewer even ones
-    largest = float(numpy.abs(numpy.bincount(members, found.mean(0)) / sizes).max())
-    unseen = (min(1.0, UNSEEN * largest) or 1.0) if are_answers else 0.0
-    return Estimate(mean, variance, degrees, 3 / num * unseen, num, by_seed)
-
-
-def difference(values: Seeds, other: Seeds, contexts: Sequence[Any] = (), higher_is_better: bool = False) -> Estimate:
-    """Estimate how much worse `values` are than `other`, paired by sample and seed.
-
-    Scores from 0 to 1 for which higher is better are answers: see `estimate`.
-    """
-    both = numpy.asarray([values, other], dtype=float)
-    if not higher_is_better:
-        return estimate(both[0] - both[1], contexts)
-    return estimate(both[1] - both[0], contexts, are_answers=bool(((both >= 0) & (both <= 1)).all()))
-
-
-def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Average the estimates of several tasks, which share seeds but no contexts.
-
-    What no context shows may all be in the task with the highest floor.
-    """
-    num, seeds = len(estimates), [part.by_seed for part in estimates]
-    if num == 1:
-        return estimates[0]
-    value = math.fsum(part.value for part in estimates) / num
-    by_seed = tuple(numpy.mean(seeds, axis=0).tolist()) if len({*map(len, seeds)}) == 1 else ()
-    parts = [(part.variance, part.degrees) if by_seed else (part.error**2, math.inf) for part in estimates]
-    total = sum(variance for variance, _ in parts)
-    below = sum(variance**2 / degrees for variance, degrees in parts)
-    floor, contexts = max(part.floor for part in estimates) / num, sum(part.num_contexts for part in estimates)
-    return Estimate(value, total / num**2, total**2 / below if below else math.inf, floor, contexts, by_seed)
+BESIDE += ["baseline_bytes", "gap", "gap_error", "gap_lower", "seeds", "seeds_ahead"]
 
 
 def margin_of(metric: str, full: float) -> float:
@@ -208,7 +53,9 @@ def summarize(
         tokens, full cache), `task`, `metric`, `higher_is_better`, `split`, `question`, `target_counts`; `value`,
         `value_error`;
         `against` (the full cache it is compared with), `lost` (how much worse it is, positive is worse), `lost_error`,
-        `lost_lower`, `lost_upper`, `margin`, `standing`, `carried` (the margin that the samples carry),
+        `lost_lower`, `lost_upper`, `num_alike` (lines of its task and metric that are learned, or all that are not),
+        `upper_of_best` (the bound if it was chosen among these), `margin`, `standing`, `carried` (the margin that the
+        samples carry),
         `contexts_needed` (to carry `margin`), `seeds`, `seeds_worse`; `requested_ratio`, `requested_bytes_per_token`,
         `achieved_ratio`, `bytes_per_token`, `share` (of the full cache's bytes), `end_ratio`, `peak_bytes`, `samples`,
         `contexts`, `keys`.
@@ -219,8 +66,14 @@ def summarize(
         for _, same in group.groupby("task_key", sort=False):
             if set(same["members"].iloc[0]) <= set(same["task"]):
                 lines.append(_line(same))
+    lost = [line.pop("estimate") for line in lines]
     summary = pandas.DataFrame(lines)
     if len(summary):
+        is_learned = summary["learned"] & summary["budget"].isna()
+        alike = [summary["task"], summary["metric"], summary["is_full"], is_learned]
+        summary["num_alike"] = summary.groupby(alike)["lost"].transform("size")
+        found = zip(lost, summary["num_alike"], strict=True)
+        summary["upper_of_best"] = [part.value + part.reach_of_best(num) for part, num in found]
         for name in ("budget", "split", "question", "target_counts"):
             summary[name] = pandas.Series([line[name] for line in lines], dtype=object)  # None stays None
     return summary
@@ -278,6 +131,7 @@ def _line(group: pandas.DataFrame) -> dict[str, Any]:
         "value": value.value,
         "value_error": value.error,
         "against": f"{first['variant_of_full']}, {first['policy_of_full']}" if is_compared else None,
+        "estimate": lost,
         "lost": lost.value,
         "lost_error": lost.error,
         "lost_lower": lost.lower,
@@ -351,8 +205,9 @@ def beside_baselines(
         Columns: `variant`, `task` (or benchmark, the mean of several), `metric`, `baseline` (the training-free method),
         `baseline_value`, `baseline_error`, `baseline_lost` (how much worse than the full cache it is in these bytes),
         `baseline_bytes` (over the model's), `gap` (how much worse the baseline is than the model: positive is for the
-        model), `gap_error`, `gap_lower`, `gap_upper`, `seeds`, `seeds_ahead` (in which the model is better), `is_best`
-        (of all baselines the one that loses least; chosen on these data, which favors the baseline).
+        model), `gap_error`, `gap_lower`, `gap_upper` (below 0 the baseline is ahead, as the best of all of them),
+        `seeds`, `seeds_ahead` (in which the model is better), `is_best` (of all baselines the one that loses least;
+        chosen on these data, which favors the baseline).
     """
     measured = _beside_full(frame, reference, metrics)
     by = ["variant", "shown", "task_key", *(["metric"] if metrics is not None else [])]
@@ -368,7 +223,7 @@ def beside_baselines(
     near = near.assign(over=over, is_more=is_more, distance=numpy.log(over).abs())
     near = near[~is_more | over.between(1, WHOLE_PAGES)].sort_values(["is_more", "distance"], kind="stable")
     near = near.drop_duplicates(["key", "metric", "policy_of_method"])
-    lines = []
+    lines, gaps = [], []
     for (variant, shown, *_, baseline), rows in near.groupby([*by, "policy_of_method"], sort=False):
         parts = [part for _, part in rows.groupby("task", sort=False)]
         is_whole = set(rows["members"].iloc[0]) <= set(rows["task"])
@@ -380,10 +235,13 @@ def beside_baselines(
         lost = mean_of([_difference(part, "samples_of_method", "samples_of_full") for part in parts])
         gap = mean_of([_difference(part, "samples_of_method", "samples") for part in parts])
         line = [variant, shown, metric, baseline, value.value, value.error, lost.value, rows["over"].mean()]
-        lines.append([*line, gap.value, gap.error, gap.lower, gap.upper, len(parts[0]), gap.num_seeds_above])
+        lines.append([*line, gap.value, gap.error, gap.lower, len(parts[0]), gap.num_seeds_above])
+        gaps.append(gap)
     beside = pandas.DataFrame(lines, columns=BESIDE)
-    least = beside.groupby(["variant", "task", "metric"])["baseline_lost"].transform("min")
-    return beside.assign(is_best=beside["baseline_lost"] == least)
+    of_model = beside.groupby(["variant", "task", "metric"])["baseline_lost"]
+    found = zip(gaps, of_model.transform("size"), strict=True)
+    upper = [gap.value + gap.reach_of_best(num) for gap, num in found]
+    return beside.assign(gap_upper=upper, is_best=beside["baseline_lost"] == of_model.transform("min"))
 
 
 def pareto_front(summary: pandas.DataFrame) -> list[int]:

@@ -15,7 +15,8 @@ from typing import Any
 import pandas
 
 from dmc.results.equal_bytes import SAME_BYTES
-from dmc.results.statistics import CONFIDENCE, MARGIN, pareto_front
+from dmc.results.estimates import CONFIDENCE
+from dmc.results.statistics import MARGIN, pareto_front
 
 ACCURACY = ("exact_match", "acc")
 """Metrics that are the share of right answers."""
@@ -66,11 +67,13 @@ class Scale:
         text = self.number(abs(worse), error, error if error > 0 else abs(worse)) + self.unit_of_difference
         return f"{text} {'better' if worse < 0 else 'worse'}" if worse else f"neither better nor worse ({text})"
 
-    def bound(self, bound: float) -> str:
-        """Format a bound, rounded up to one decimal of percent or two digits."""
+    def bound(self, bound: float, is_lower: bool = False) -> str:
+        """Format a bound, rounded to its safe side, up or down, to one decimal of percent or two digits."""
         shown = 100 * bound if self.is_share else bound
         digits = 1 if self.is_share or shown <= 0 else min(max(1 - math.floor(math.log10(shown)), 0), 4)
-        return f"{math.ceil(shown * 10**digits - 1e-9) / 10**digits:.{digits}f}" + self.unit_of_difference
+        tens = shown * 10**digits
+        rounded = math.floor(tens + 1e-9) if is_lower else math.ceil(tens - 1e-9)
+        return f"{rounded / 10**digits:.{digits}f}" + self.unit_of_difference
 
     def margin(self, margin: float) -> str:
         """Format the margin of "as good"."""
@@ -137,12 +140,13 @@ def _against_full(line: pandas.Series, scale: Scale) -> str:
     if pandas.isna(line["lost"]):
         return ""
     text = f"Against the full cache it is {scale.difference(line['lost'], line['lost_error'])}"
-    if line["standing"] == "worse" or line["lost_upper"] < 0:
+    if line["standing"] == "worse" or line["upper_of_best"] < 0:
         return f"{text}."
-    if math.isfinite(line["lost_upper"]):
-        bound = scale.bound(line["lost_upper"])
-        text += f", and at most {bound} worse with {100 * CONFIDENCE:.0f} % confidence"
-    return f"{text}." if line["standing"] == "as good" else f"{text}: {carried(line, scale)}."
+    if math.isfinite(line["upper_of_best"]):
+        chosen = f" as the best of {line['num_alike']}" if line["num_alike"] > 1 else ""
+        bound = scale.bound(line["upper_of_best"])
+        text += f", and{chosen} at most {bound} worse with {100 * CONFIDENCE:.0f} % confidence"
+    return f"{text}." if line["upper_of_best"] <= line["margin"] else f"{text}: {carried(line, scale)}."
 
 
 def carried(line: pandas.Series, scale: Scale) -> str:

@@ -6,9 +6,10 @@ import numpy
 import pytest
 from report_rows import plain_row
 
-from dmc.results.claims import Claim, Method
+from dmc.results.claims import Claim, Judgement, Method
+from dmc.results.estimates import Estimate, difference
 from dmc.results.measurement import to_frame
-from dmc.results.statistics import difference
+from dmc.results.verdict import Scale
 
 WITHIN = "retrofit within 3 points of full at recall"
 METHODS = [
@@ -80,6 +81,15 @@ def test_too_few_samples_carry_no_claim_and_it_says_how_many_would():
         row["samples"] *= more
     again = Claim.parse(WITHIN).judge(to_frame(rows), "base")
     assert again.standing == "true" and again.lost.num_contexts >= needed
+
+
+def test_bounds_are_rounded_to_their_safe_side():
+    scale = Scale("exact_match", "hidden", True)
+    assert scale.bound(0.49961, is_lower=True) == "49.9 points" and scale.bound(0.49961) == "50.0 points"
+    assert Scale("loss", None, False).bound(0.1299, is_lower=True) == "0.12 nats"
+    lost = Estimate(0.6, (0.1 / 1.64) ** 2, num_contexts=90, by_seed=(0.6,))
+    found = Judgement(Claim.parse("full better than h2o at recall"), lost, scale, 90, ())
+    assert 0.499 < lost.lower < 0.5 and "at least 49.9 points worse" in str(found)
 
 
 def test_a_single_text_carries_nothing():

@@ -21,6 +21,7 @@ from dmc import Engine, SamplingParams
 from dmc.budget import Budget
 from dmc.models.loading import load_with_tokenizer
 from dmc.policies import H2O
+from dmc.results.estimates import estimate
 from dmc.results.grid import plan_grid
 from dmc.results.lm_eval_tasks import (
     CODE_CONSENT,
@@ -31,7 +32,7 @@ from dmc.results.lm_eval_tasks import (
     over_seeds,
     read_benchmarks,
 )
-from dmc.results.statistics import estimate, summarize
+from dmc.results.statistics import summarize
 from dmc.results.store import Store
 from dmc.results.tables import write_tables
 

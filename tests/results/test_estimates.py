@@ -6,7 +6,8 @@ import numpy
 import pytest
 from scipy.special import stdtrit
 
-from dmc.results.statistics import MARGIN, difference, estimate, mean_of
+from dmc.results.estimates import POWER, Estimate, difference, estimate, mean_of
+from dmc.results.statistics import MARGIN
 
 COMPARISONS = 1000
 DESIGNS = {
@@ -86,6 +87,39 @@ def test_a_margin_of_answers_that_texts_lose_unevenly_is_seldom_called_as_good(t
     assert found.count("as good") <= 0.065 * len(found)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("texts", [36, 50, 100])
+def test_answers_that_a_few_texts_lose_wholly_are_seldom_called_as_good(texts, noise):
+    """Which a sample may lack, whatever the others lose and gain."""
+    draw, margin, found = numpy.random.default_rng(8), 0.05, []
+    contexts = [index // 8 for index in range(texts * 8)]
+    for _ in range(COMPARISONS // 2):
+        full, left = (draw.random((texts, 8)) >= noise for _ in range(2))
+        left &= draw.random((texts, 1)) >= margin / (1 - noise) + 1e-3
+        comparison = difference(left.reshape(1, -1), full.reshape(1, -1), contexts, higher_is_better=True)
+        found.append(comparison.standing(margin))
+    assert found.count("as good") <= 0.065 * len(found)
+
+
+def test_as_many_contexts_as_are_needed_show_a_difference_with_their_power():
+    draw = numpy.random.default_rng(9)
+    pilot = Estimate(0.05, 0.04 / 40, 39, num_contexts=40, by_seed=(0.05,))
+    needed = pilot.contexts_needed(0.05, POWER)
+    again = [estimate(draw.normal(0.05, 0.2, (1, needed))).upper <= 0.1 for _ in range(COMPARISONS)]
+    assert 0.76 < sum(again) / COMPARISONS < 0.86 and needed > 2 * pilot.contexts_needed(0.05)
+
+
+@pytest.mark.parametrize("num", [2, 8, 16])
+def test_the_best_of_several_is_seldom_called_as_good_although_all_are_worse_by_the_margin(num):
+    draw, found = numpy.random.default_rng(10), []
+    for _ in range(COMPARISONS // 2):
+        losses = [estimate([values]) for values in draw.normal(MARGIN, 0.06, (num, 40))]
+        best = min(losses, key=lambda loss: loss.value)
+        found.append(best.value + best.reach_of_best(num) <= MARGIN)
+    assert sum(found) <= 0.065 * len(found)
+    assert best.reach_of_best(1) == best.reach
+
+
 def test_the_contexts_that_are_needed_are_the_fewest_that_carry_a_margin():
     for size in (1, 8):
         draw = numpy.random.default_rng(7)
@@ -93,12 +127,15 @@ def test_the_contexts_that_are_needed_are_the_fewest_that_carry_a_margin():
         found = difference(right[0], right[1], [index // size for index in range(16 * size)], higher_is_better=True)
         margin, needed = found.reach / 3, found.contexts_needed(found.reach / 3)
         scaled = [
-            math.hypot(stdtrit(num - 1, 0.95) * found.error * (16 / num) ** 0.5, found.floor * 16 / num)
+            max(stdtrit(num - 1, 0.95) * found.error * (16 / num) ** 0.5 + 2 / num, 3 / num)
             for num in (needed - 1, needed)
         ]
         assert scaled[1] <= margin < scaled[0]
         assert found.contexts_needed(found.reach) == 16
     assert estimate([[0.1], [0.3]]).contexts_needed(1.0) is None
+    assert (
+        found.contexts_needed(0.0) is found.contexts_needed(1e-17) is None
+    )  # a difference at its margin but for rounding
     assert estimate([[0.1, 0.3], [0.8, 0.9]]).contexts_needed(0.1) is None  # the seeds are too far apart
 
 
@@ -126,6 +163,14 @@ def test_the_seeds_of_several_tasks_are_the_same():
         for _ in range(6):
             samples = draw.normal(0, 1, (3, 16)) + of_seed
             parts.append(difference(samples, 0 * samples))
+        worse += mean_of(parts).standing(0.0) == "worse"
+    assert worse <= 0.065 * COMPARISONS
+
+
+def test_tasks_with_unlike_seeds_are_no_surer_than_their_fewest_seeds():
+    draw, worse = numpy.random.default_rng(11), 0
+    for _ in range(COMPARISONS):
+        parts = [estimate(draw.normal(0, 0.3, (seeds, 16)) + draw.normal(0, 1, (seeds, 1))) for seeds in (2, 3)]
         worse += mean_of(parts).standing(0.0) == "worse"
     assert worse <= 0.065 * COMPARISONS
 
