@@ -48,7 +48,7 @@ class AuditConfig(CompareConfig):
     """Settings of an audit: those of a comparison, and what makes it fail."""
 
     claim: str | list[str] | None = None
-    """Claims, see `dmc.results.claims`; one that is false, or not carried by its samples, fails the audit."""
+    """Claims, see `dmc.results.claims`; one that is not shown to be true of what it claims fails the audit."""
     protect: Annotated[StrictFloat, Field(gt=0, le=0.25)] | None = 0.1
     """Share of the budget that a second form of each method that evicts protects; None: no second form."""
     chat_tasks: list[Any] = field(default_factory=list)
