@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy
 import pandas
 
-from dmc.results.statistics import Estimate, difference, estimate
+from dmc.results.estimates import Estimate, difference, estimate
 
 COSTS = {"peak_bytes": "peak cache bytes of a problem", "bytes_read": "cache bytes read for a problem"}
 """Metrics that are costs, and what they are called."""
