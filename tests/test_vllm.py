@@ -13,18 +13,11 @@ SETTINGS = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_TH
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (OWN / ".installed").exists(), reason="needs vLLM in .venv-vllm, which scripts/test.sh makes")
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests" / "vllm").glob("test_*.py")))
-def test_in_an_environment_with_vllm(name):
-    command = [
-        str(OWN / "bin" / "python"),
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        f"tests/vllm/{name}.py",
-    ]
+@pytest.mark.parametrize("is_server", [False, True], ids=["engine", "server"])
+def test_in_an_environment_with_vllm(is_server):
+    """All that runs in one process at once, for to import vLLM takes twenty seconds."""
+    chosen = ["tests/vllm/test_serve.py"] if is_server else ["tests/vllm", "--ignore", "tests/vllm/test_serve.py"]
+    command = [str(OWN / "bin" / "python"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=900, check=False
     )

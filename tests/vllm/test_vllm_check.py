@@ -1,0 +1,25 @@
+"""The part of `scripts/gpu_check.py` that starts vLLM, on little."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.v1.engine.llm_engine", reason="vLLM is not installed here")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import gpu_check
+
+
+def test_it_compares_tokens_and_counts_requests(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    rows = tmp_path / "rows"
+    assert gpu_check.main(["--device", "cpu", "--tiny", "--part", "vllm", "--rows", str(rows)]) == 0
+    found = {row["measured"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    assert found.pop("answers with the tokens of Engine")["holds"]
+    held = {name: row["value"] for name, row in found.items() if row["unit"] == "requests"}
+    assert (
+        len(held) == 3 and list(held.values()) == sorted(held.values()) and max(held.values()) > 2 * min(held.values())
+    )
+    assert len(found) == 6 and all(row["value"] > 0 for row in found.values())
