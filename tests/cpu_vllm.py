@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import torch
 
@@ -35,6 +34,10 @@ class Worker(CPUWorker):
         """The `WorkerCache` of this rank."""
         return self.vllm_config.compilation_config.static_forward_context[LAYER_NAME].cache
 
+    def runner_module(self):
+        """Where the class of the model's runner is from."""
+        return type(self.model_runner).__mro__[1].__module__
+
     def pages_held(self):
         """The last step of this rank, and the pages that each request held after it."""
         return self.cache.report()
@@ -53,10 +56,18 @@ class Worker(CPUWorker):
             return [*self.get_model()(tokens, tokens).shape]
 
 
+class Done:
+    """Stands for a stream or an event: all is done when it is asked for."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+
 def claim_streams(monkeypatch):
-    """Let vLLM copy tokens on a stream of its own, as asynchronous scheduling does, where there are no streams."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    """Let vLLM copy tokens on a stream of its own, as it does on GPUs, where there are no streams."""
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: Done())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: None)

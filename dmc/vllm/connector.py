@@ -146,4 +146,5 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_save(self) -> None:
-        """Wait for nothing."""
+        """End a step, be it without a forward pass: what vLLM then runs to warm up is none of ours."""
+        self.cache.is_told = False

@@ -11,11 +11,15 @@ from cpu_vllm import claim_streams
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.envs import disable_envs_cache
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.triton_utils import HAS_TRITON
 
 from dmc import Engine, SamplingParams
+from dmc.kernels import load_backend
+from dmc.vllm import model as model_module
 from dmc.vllm import plugin
 from dmc.vllm.attention import LAYER_NAME
 
@@ -46,6 +50,7 @@ def one_process(monkeypatch):
     """Let the engine and its scheduler run here, and the worker too, but for ranks."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    disable_envs_cache()  # which vLLM's engines switch on
     plugin.register()
     yield
     cleanup_dist_env_and_memory()
@@ -53,6 +58,7 @@ def one_process(monkeypatch):
 
 
 def engine_args(folder, **changes):
+    """Settings with which few requests fit at once, so that some are preempted."""
     options = {
         "skip_tokenizer_init": True, "block_size": 16, "dtype": "float32", "max_model_len": 272,
         "max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": CACHE_BYTES,
@@ -77,6 +83,7 @@ class Observed:
         self.engine, self.reports, self.differed = engine, [], False
         self.scheduler = engine.engine_core.engine_core.scheduler
         self.connector = self.scheduler.connector
+        (self.runner,) = {*engine.collective_rpc("runner_module")}
         self.started: list[str] = []
         build, update = self.connector.build_connector_meta, self.connector.update_connector_output
 
@@ -112,12 +119,12 @@ class Observed:
             assert sorted(free) == list(range(num_pages))
 
 
-def run(engine, prompts, observed, aborted=()):
+def run(engine, prompts, observed, num_new, aborted):
     """Feed prompts as they arrive, and abort some ten steps later; return the tokens of all others."""
-    sampling = VllmSamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
+    sampling = VllmSamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
     tokens, step = {}, 0
     while step <= max(ARRIVALS) or engine.has_unfinished_requests():
-        for i in ARRIVALS.get(step, []):
+        for i in {*ARRIVALS.get(step, [])} & {*range(len(prompts))}:
             engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompts[i]), sampling)
         engine.abort_request([str(i) for i in aborted if i in ARRIVALS.get(step - 10, [])])
         for output in engine.step():
@@ -128,24 +135,43 @@ def run(engine, prompts, observed, aborted=()):
     return [tokens.get(i) for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make_prompts, tmp_path, monkeypatch):
-    family, gates, options = VARIANTS[name]
-    model, prompts = make_compressed(family, gates=gates), make_prompts(*LENGTHS)
-    model.save_pretrained(tmp_path)
-    generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0))
-    engine = start(tmp_path, monkeypatch, **options)
+def check_tokens(model, prompts, folder, monkeypatch, num_new=NUM_NEW, aborted=(), **options):
+    """Compare the tokens of vLLM and of `Engine`, and the books after each step; return what was observed."""
+    model.save_pretrained(folder)
+    generations = Engine(model).generate(prompts, SamplingParams(max_new_tokens=num_new, temperature=0.0))
+    engine = start(folder, monkeypatch, **options)
     observed = Observed(engine)
-    found = run(engine, prompts, observed, aborted=[2])
-    assert found[2] is None
+    found = run(engine, prompts, observed, num_new, aborted)
     for i, generation in enumerate(generations):
-        assert i == 2 or found[i] == generation.token_ids, i
-    assert len(observed.started) > len(prompts)  # some were preempted, and began again
-    assert observed.differed == ("two ranks" in name)
+        assert found[i] == (None if i in aborted else generation.token_ids), i
     observed.check_end()
     hidden_sizes = engine.collective_rpc("hidden_sizes_without_requests", args=(5,))  # as vLLM measures a step's memory
     assert hidden_sizes == [[5, model.config.hidden_size]] * len(hidden_sizes)
     engine.engine_core.shutdown()
+    return observed
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_equal_the_engines_under_a_mixed_load(name, make_compressed, make_prompts, tmp_path, monkeypatch):
+    family, gates, options = VARIANTS[name]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    model, prompts = make_compressed(family, gates=gates), make_prompts(*LENGTHS)
+    observed = check_tokens(model, prompts, tmp_path, monkeypatch, aborted=[2], **options)
+    if "own block size" not in name:  # these requests outgrow no block of 128 tokens
+        assert len(observed.started) > len(prompts)  # some were preempted, and began again
+    assert observed.differed == ("two ranks" in name)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter: TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=")
+def test_the_second_runner_over_tritons_kernels_has_the_same_tokens(
+    make_compressed, make_prompts, tmp_path, monkeypatch
+):
+    """What vLLM and `dmc` run on a GPU by default, its kernels by Triton's interpreter."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr(model_module, "choose_backend", lambda *_: load_backend("triton"))
+    model, prompts = make_compressed("qwen3", gates={"action": "drop", "delay": 5}), make_prompts(5, 70, 33, 1)
+    observed = check_tokens(model, prompts, tmp_path, monkeypatch, num_new=6, async_scheduling=True)
+    assert "gpu.model_runner" in observed.runner
 
 
 REFUSED = {
