@@ -66,7 +66,7 @@ def answers(engine: LLMEngine, prompts: list[list[int]], num_new: int) -> list[l
 def held_at_once(engine: LLMEngine, prompts: list[list[int]], num_steps: int) -> tuple[int, float]:
     """Submit more prompts than fit; return how many decode at once, and the median seconds of such a step."""
     submit(engine, prompts, len(prompts[0]))
-    scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    scheduler = engine.engine_core.engine_core.scheduler
     most, times = 0, list[float]()
     while len(times) < num_steps and engine.has_unfinished_requests():
         start = time.perf_counter()
@@ -120,7 +120,7 @@ def check_speed(place: Any, folder: Path) -> Rows:
         }  # fmt: skip
         with opened(folder / name, place, kv_cache_memory_bytes=memory, **options) as engine:
             if ratio:
-                set_synthetic_gates(engine.model_executor.driver_worker.get_model().view, ratio)  # type: ignore[attr-defined]
+                set_synthetic_gates(engine.model_executor.driver_worker.get_model().view, ratio)
             held, seconds = held_at_once(engine, prompts, num_steps)
         speed = held / seconds
         first = first or (held, speed)
