@@ -106,7 +106,7 @@ def check_speed(place: Any, folder: Path) -> Rows:
     }
     if place.device == "cuda":  # the wheel has no attention for CPUs
         models = {"stock vLLM": (stock, 0.0), **models}
-    length, memory, num_steps = place.size(2048, 48), place.size(2**29, 2**17), place.size(32, 3)
+    length, memory, num_steps = place.size(2048, 128), place.size(2**29, 2**17), place.size(32, 3)
     config = stock.config
     entry = 2 * config.num_key_value_heads * config.head_dim * place.dtype.itemsize * config.num_hidden_layers
     first = None

@@ -56,7 +56,7 @@ def choices(answer):
 
 
 def tokens_of(answer):
-    return [token for choice in choices(answer) for token in choice["token_ids"] or ()]
+    return [token for choice in choices(answer) for token in choice.get("token_ids") or ()]
 
 
 @pytest.fixture(scope="module")

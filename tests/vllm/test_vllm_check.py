@@ -10,16 +10,17 @@ pytest.importorskip("vllm.v1.engine.llm_engine", reason="vLLM is not installed h
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
+from vllm.envs import disable_envs_cache
 
 
 def test_it_compares_tokens_and_counts_requests(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # its kernels are slow where Triton interprets them
+    disable_envs_cache()
     rows = tmp_path / "rows"
     assert gpu_check.main(["--device", "cpu", "--tiny", "--part", "vllm", "--rows", str(rows)]) == 0
     found = {row["measured"]: row for row in map(json.loads, rows.read_text().splitlines())}
     assert found.pop("answers with the tokens of Engine")["holds"]
-    held = {name: row["value"] for name, row in found.items() if row["unit"] == "requests"}
-    assert (
-        len(held) == 3 and list(held.values()) == sorted(held.values()) and max(held.values()) > 2 * min(held.values())
-    )
+    held = [row["value"] for row in found.values() if row["unit"] == "requests"]
+    assert len(held) == 3 and held == sorted(held) and held[-1] > 2 * held[0]
     assert len(found) == 6 and all(row["value"] > 0 for row in found.values())
