@@ -22,5 +22,5 @@ def test_it_compares_tokens_and_counts_requests(monkeypatch, tmp_path):
     found = {row["measured"]: row for row in map(json.loads, rows.read_text().splitlines())}
     assert found.pop("answers with the tokens of Engine")["holds"]
     held = [row["value"] for row in found.values() if row["unit"] == "requests"]
-    assert len(held) == 3 and held == sorted(held) and held[-1] > 2 * held[0]
-    assert len(found) == 6 and all(row["value"] > 0 for row in found.values())
+    assert len(held) == 2 and held[1] > 2 * held[0]
+    assert len(found) == 4 and all(row["value"] > 0 for row in found.values())
