@@ -1,6 +1,7 @@
 """Audit caches: python scripts/audit.py 'models={base: DIR, cr8: DIR}' claim='cr8 within 3 points of full at recall'.
 
-It ends non-zero where a claim is false, not carried by its samples, or of a CR that was not held, or where nothing was compressed.
+It ends non-zero where a claim is false, not carried by its samples, or of a CR that was not held, or where nothing was
+compressed.
 """
 
 from __future__ import annotations
