@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dmc.config.settings import Count, build_config, checked_dataclass
 
-READ_BLOCK = 128
+READ_BLOCK = 32
 """Number of tokens that a cell reads at once."""
 INITIAL_FORGET_LOGIT = 5.0
 """The cell's memory at first: a token that was read 100 tokens ago still counts half."""

@@ -76,8 +76,8 @@ def test_what_is_no_scorer_is_refused(make_stock, make_compressed, tmp_path):
     for scorer, error in ((None, "needs scorer=FILE"), ("absent", "is no scorer"), (tmp_path / "damaged", "is no")):
         with pytest.raises(ValueError, match=error):
             Engine(make_stock(), policy=KVpop(budget=Budget(ratio=2), scorer=None if scorer is None else str(scorer)))
+    policy = KVpop(budget=Budget(ratio=2), scorer=write_scorer(tmp_path / "scorer"))
     with pytest.raises(ValueError, match="decide token by token"):
-        policy = KVpop(budget=Budget(ratio=2), scorer=write_scorer(tmp_path / "scorer"))
         Engine(make_compressed(), policy=policy)
     with pytest.raises(ValueError, match="window"):
         ScorerConfig(window=0)

@@ -17,7 +17,7 @@ class KVpop(GrowingMethod):
         super().__init__(budget)
         with safe_open(scorer, "pt") as stored:
             self.window = json.loads(stored.metadata()["scorer"])["window"]
-            self.weights = {name: stored.get_tensor(name).double() for name in stored.keys()}  # noqa: SIM118
+            self.weights = {name: stored.get_tensor(name).double() for name in stored.keys()}
         self.cells = {}
 
     def append(self, entries, key, value, position):
@@ -40,7 +40,6 @@ class KVpop(GrowingMethod):
         recent = len(entries) - min(self.window, budget)
         scores = [math.inf if number >= recent else entry.score for number, entry in enumerate(entries)]
         return highest([math.inf if number in protected else score for number, score in enumerate(scores)], budget)
-
 
 
 class Cell:
