@@ -65,9 +65,12 @@ class FitConfig:
     @property
     def run(self) -> RunConfig:
         """A run that reads the same text."""
-        stages = {"pretrain": StageConfig(f"{self.steps} steps")}
-        options = {"sequence_length": self.sequence_length, "batch_size": self.batch_size}
-        training = TrainingConfig(stages=stages, **options, micro_batch_size=self.batch_size)
+        training = TrainingConfig(
+            stages={"pretrain": StageConfig(f"{self.steps} steps")},
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            micro_batch_size=self.batch_size,
+        )
         return RunConfig(self.data, training, model=self.model, seed=self.seed)
 
 

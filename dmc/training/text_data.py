@@ -204,7 +204,7 @@ class TextData(LightningDataModule):
         """Serve the training text from an optimizer step on to one of the ranks that divide it; streams go on alone."""
         training = self.config.training
         options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
-        ranks = {"rank": rank, "world_size": world_size}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_stream_shards": self.config.data.stream_shards, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
