@@ -161,7 +161,8 @@ class CacheAttention:
             return attended
         layer = self.cache.layer(layer_index)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales, sinks=layer.sinks)
+        options = {"sinks": layer.sinks, "bias": layer.bias}
+        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales, **options)
         return attended
 
     def attend_once(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float, **options: Any) -> Any:
@@ -169,7 +170,7 @@ class CacheAttention:
         layer = self.cache.layer(layer_index)
         pages, options = (
             (layer.key_pages, layer.value_pages, layer.block_tables),
-            {"rows": batch.row_index, "sinks": layer.sinks, **options},
+            {"rows": batch.row_index, "sinks": layer.sinks, "bias": layer.bias, **options},
         )
         return self.backend.paged_attention(query, *pages, layer.lengths, scaling, scales=layer.scales, **options)
 
