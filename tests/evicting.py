@@ -3,4 +3,4 @@
 SURE = {"expectation": True}
 """Option of CaM, whose draws are its own."""
 METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
-METHODS += ["D2O", "ExpectedAttention", "KVzip"]
+METHODS += ["D2O", "ExpectedAttention", "KVzip", "AttentionMatching"]

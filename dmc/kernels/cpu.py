@@ -319,7 +319,16 @@ def _attend(
         _named("attend", query, key_pages),
         *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
-        *(*(scales or (None, None)), bias, rows, *_table(tables), slots, batch is None, *_parts(open_slot), *_parts(recent)),
+        *(
+            *(scales or (None, None)),
+            bias,
+            rows,
+            *_table(tables),
+            slots,
+            batch is None,
+            *_parts(open_slot),
+            *_parts(recent),
+        ),
         *(delay, out, scores, 0 if scores is None else scores.shape[-1], lse, *_bounds(tables, key_pages.shape[1])),
         _sinks(sinks, query),
     )

@@ -135,7 +135,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.prefill_attention`; sinks, a bias and a mask that is not causal are left to another backend.
+    """See `dmc.kernels.reference.prefill_attention`; another backend serves sinks, biases, other masks.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.

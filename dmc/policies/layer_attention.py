@@ -110,12 +110,12 @@ class CacheAttention:
 
         return self.by_part(batch.by_count, query, attend_part)
 
-    def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
+    def finish(self, feed: Callable[[list[int], int, int, CacheAttention], None]) -> None:
         """Finish the pass after its last layer, before memory is counted.
 
         Args:
-            feed: runs the model on given tokens from a given position once more, without logits; its layers call the
-                given object's `attend_plain` instead of the cache.
+            feed: runs the model once more, without logits, on given tokens of a cache row from a given position; what
+                attends then is the given object, and no layer keeps anything.
         """
 
     def by_phase(

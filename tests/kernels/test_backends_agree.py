@@ -105,9 +105,7 @@ def test_a_bias_of_slots_agrees(backend: ModuleType, dtype: torch.dtype) -> None
     assert_agree(scores, probabilities, torch.float32)
     batch, slots = ForwardBatch([2, 1], [0, 0], [5, 20]), torch.arange(25)[:, None].expand(-1, 2).int()
     given = noise(25, 4, HEAD_DIM, seed=3, dtype=dtype), key, value, tables, batch, VisibleKeys(slots), 0.3
-    assert_agree(
-        backend.prefill_attention(*given, bias=bias), reference.prefill_attention(*given, bias=bias), dtype
-    )
+    assert_agree(backend.prefill_attention(*given, bias=bias), reference.prefill_attention(*given, bias=bias), dtype)
 
 
 def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:
