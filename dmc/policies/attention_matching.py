@@ -17,7 +17,7 @@ from dmc.config.settings import Count, checked_dataclass
 from dmc.kernels.base import BIAS, LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.layout import CacheLayout, Field
-from dmc.kernels.pages import places
+from dmc.kernels.pages import places, slots_below
 from dmc.policies.base import above_all
 from dmc.policies.budgets import keep_top
 from dmc.policies.layer_attention import Cache, RotaryTables
@@ -37,10 +37,11 @@ class AttentionMatching(RepetitionPolicy):
         beta = log w, w = argmin over w of sum over q of (sum over C_k of w_i a_i(q) - 1)^2 (the mass, section 3.2)
         C_v = argmin over C of sum over q of ||softmax(q^T C_k / sqrt(d) + beta) C - a(q) V||^2 (the output)
 
-    Sinks and protected entries stay as they are and are not among K, nor is the slot that a merging gate has open.
+    Sinks and protected entries stay as they are and are not among K, nor is the slot that a merging gate has open. A
+    later turn repeats, and fits, what is new; entries from before keep scores, biases and values as long as they stay.
     Differs from the authors' code: masses are relative to each query's; both fits are drawn towards w = 1 and the keys'
     own values; heads share the model's budget by the scores of this text, not by a table of the model's heads; queries
-    of later layers have seen the cache before compression. A later turn repeats the whole text.
+    of later layers have seen the cache before compression.
     """
 
     queries: Count = 1024
@@ -58,8 +59,10 @@ class AttentionMatching(RepetitionPolicy):
         return False
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """See `CachePolicy`; also a bias of every slot."""
-        return (*super().fields(layout), Field(BIAS, torch.float32, "slot"))
+        """See `CachePolicy`; also each entry's bias and score, and what has been repeated and fitted."""
+        kept = *super().fields(layout), Field(BIAS, torch.float32, "slot"), Field("score", torch.float32, "slot")
+        fitted = Field("fitted", torch.int32, "row", (layout.num_kv_heads,))
+        return (*kept, Field("repeated", torch.int32, "row"), fitted)
 
     @override
     def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Matching:
@@ -86,16 +89,21 @@ class Matching(SecondReading):
         return seen
 
     @override
+    def first_repeated(self, prompt: EndedPrompt) -> int:
+        first = int(self.cache.fields["repeated"][0, prompt.row])
+        self._queries: list[list[Tensor]] = [[] for _ in prompt.longest]
+        self._every = -(-(prompt.num_tokens - first) // self.policy.queries)
+        return first
+
+    @override
     def repetition(self, prompt: EndedPrompt, chunk: range) -> ReferenceQueries:
-        if chunk.start == 0:
-            self._queries: list[list[Tensor]] = [[] for _ in prompt.longest]
-        every = -(-prompt.num_tokens // self.policy.queries)
-        return ReferenceQueries(self.cache, self.backend, prompt, self._queries, every)
+        return ReferenceQueries(self.cache, self.backend, prompt, self._queries, self._every)
 
     @override
     def compress(self, prompt: EndedPrompt) -> None:
         layers = range(self.cache.layout.num_layers)
-        scores = [self._block(i, prompt).scores() for i in layers]
+        fitted = self.cache.fields["fitted"][:, prompt.row]
+        scores = [self._block(i, prompt).scores(self._every) for i in layers]
         if self.policy.head_budget == "equal":
             keep = [keep_top(of_layer, prompt.limit) for of_layer in scores]
         else:
@@ -106,22 +114,29 @@ class Matching(SecondReading):
         for i in layers:
             self._block(i, prompt).match(keep[i], self.policy.bias_bound, self.policy.ridge)
             self.backend.compact(self.cache.layer(i), prompt.rows, keep[i][None])
+        self.cache.fields["repeated"][:, prompt.row] = prompt.num_tokens
+        fitted.copy_((self.cache.lengths[:, prompt.row] - self._num_open).clamp_min(0))
         self._queries = []
+
+    @property
+    def _num_open(self) -> int:
+        """Number of last slots that tokens to come may be merged into."""
+        compression = self.cache.layout.compression
+        return int(compression is not None and compression.action == "merge")
 
     def _block(self, index: int, prompt: EndedPrompt) -> Block:
         layer, num_entries = self.cache.layer(index), prompt.longest[index]
         entries = self._entries(index, prompt.rows, prompt.tokens_seen, num_entries)
-        fixed = entries.exists & (entries.positions < self.policy.sinks)
-        compression = self.cache.layout.compression
-        if compression is not None and compression.action == "merge":
-            fixed |= entries.slots == entries.lengths[..., None] - 1
+        fixed = entries.positions < self.policy.sinks
+        is_open = entries.slots >= entries.lengths[..., None] - self._num_open
         if self.policy.protect:
             fixed |= self._protector.chosen(prompt.row, entries.positions, prompt.limit)
         place = places(layer.block_tables[prompt.rows], entries.slots[None, None], layer.block_size)
         queries = torch.cat(self._queries[index]).transpose(0, 1).float()
         return Block(
             layer, place[0], entries.read_keys()[0].float(), entries.read_values()[0].float(), entries.exists[0],
-            fixed[0], queries.unflatten(0, (len(place[0]), -1)).flatten(1, 2),
+            (fixed & entries.exists)[0], (is_open & entries.exists)[0], slots_below(self.cache.fields["fitted"][index, prompt.row], num_entries),
+            queries.unflatten(0, (len(place[0]), -1)).flatten(1, 2),
         )  # fmt: skip
 
 
@@ -142,7 +157,7 @@ class ReferenceQueries(Repetition):
 
 @dataclass
 class Block:
-    """The entries of one layer of a sequence that are matched: those that exist and are not fixed."""
+    """The entries of one layer of a sequence, of which those that are new are matched, but for fixed ones."""
 
     layer: LayerCache
     place: Tensor
@@ -154,36 +169,46 @@ class Block:
     exists: Tensor
     """Bool [H, N]."""
     fixed: Tensor
-    """Which entries stay as they are, bool [H, N]."""
+    """Which entries stay as they are, if there is room, bool [H, N]."""
+    is_open: Tensor
+    """Which tokens to come may be merged into, bool [H, N]: they stay as they are."""
+    fitted: Tensor
+    """Which have been matched before, bool [H, N]."""
     queries: Tensor
     """Reference queries times the factor on the scores, float32 [H, n, D]."""
 
     @property
-    def bias(self) -> Tensor:
-        """Biases in pages, flattened."""
-        assert self.layer.bias is not None
-        return self.layer.bias.view(-1)
+    def is_matched(self) -> Tensor:
+        """Which entries are to be matched, bool [H, N]."""
+        return self.exists & ~self.fixed & ~self.is_open & ~self.fitted
 
     def logits(self, head: int) -> Tensor:
-        """Scores of a head's entries with their biases, -inf of those that are not matched, [n, N]."""
-        logits = self.queries[head] @ self.key[head].T + self.bias[self.place[head]]
-        return logits.masked_fill_(~self.exists[head] | self.fixed[head], -torch.inf)
+        """Scores of a head's entries, -inf of those that are not matched, [n, N]."""
+        return (self.queries[head] @ self.key[head].T).masked_fill_(~self.is_matched[head], -torch.inf)
 
-    def scores(self) -> Tensor:
-        """Root mean square of the attention to each entry, [H, N]; +inf: it is fixed, -inf: there is none."""
+    def scores(self, every: int) -> Tensor:
+        """Write scores of entries that are matched, and return all, [H, N]; +inf: it is fixed, -inf: there is none.
+
+        Args:
+            every: number of queries that each reference query stands for.
+        """
         attention = (self.logits(head).softmax(-1).nan_to_num(0.0) for head in range(len(self.key)))
-        scores = torch.stack([of_head.square().mean(0).sqrt() for of_head in attention])
-        return above_all(scores, self.fixed).masked_fill(~self.exists, -torch.inf)
+        received = torch.stack([(every * of_head.square().sum(0)).sqrt() for of_head in attention])
+        held = self.layer.entry_metadata["score"].view(-1)
+        held[self.place[self.is_matched]] = received[self.is_matched]
+        scores = above_all(above_all(held[self.place], self.fixed), self.is_open)
+        return scores.masked_fill(~self.exists, -torch.inf)
 
     def match(self, keep: Tensor, bias_bound: float, ridge: float) -> None:
         """Write biases and values of the entries that stay, bool [H, N], in place."""
-        values = self.layer.value_pages.view(-1, self.value.shape[-1])
-        for head, leaves in enumerate((self.exists & ~keep).any(-1).tolist()):
-            kept = (keep[head] & ~self.fixed[head]).nonzero()[:, 0]
+        values, bias_pages = self.layer.value_pages.view(-1, self.value.shape[-1]), self.layer.bias
+        assert bias_pages is not None
+        for head, leaves in enumerate((self.is_matched & ~keep).any(-1).tolist()):
+            kept = (self.is_matched & keep)[head].nonzero()[:, 0]
             if leaves and len(kept):
                 place = self.place[head, kept]
                 bias, value = matched(self.logits(head), self.value[head], kept, bias_bound, ridge)
-                self.bias[place] += bias
+                bias_pages.view(-1)[place] = bias.to(bias_pages.dtype)
                 values[place] = value.to(values.dtype)
 
 
@@ -199,11 +224,11 @@ def matched(logits: Tensor, value: Tensor, kept: Tensor, bias_bound: float, ridg
     Returns:
         What their scores gain, [t], and their values, [t, D]; float64.
     """
-    logits, value = logits.double(), value.double()
     attention = logits.softmax(-1)
-    weights = bounded_least_squares(attention[:, kept], bias_bound, ridge)
-    shares = (logits[:, kept] + weights.log()).softmax(-1)
-    missing = attention @ value - shares @ value[kept]
+    weights = bounded_least_squares(attention[:, kept].double(), bias_bound, ridge)
+    shares = (logits[:, kept].double() + weights.log()).softmax(-1)
+    outputs, value = (attention @ value).double(), value.double()
+    missing = outputs - shares @ value[kept]
     gram = shares.T @ shares
     gram.diagonal().add_(_pull(gram, ridge))
     return weights.log(), value[kept] + torch.linalg.solve(gram, shares.T @ missing)

@@ -69,8 +69,8 @@ class EndedPrompt:
     tokens_seen: Tensor
     """The same on the device, int64 [1]."""
     limit: int
-    longest: list[int] = dataclasses.field(default_factory=list)
-    """Entries of each layer's longest head, when the pass has ended."""
+    longest: list[int]
+    """Entries of each layer's longest head when the pass has ended; an upper bound as long as it has not."""
 
 
 class SecondReading(Eviction):
@@ -80,7 +80,7 @@ class SecondReading(Eviction):
 
     def first_repeated(self, prompt: EndedPrompt) -> int:
         """Return the position of the first token to repeat."""
-        return 0
+        raise NotImplementedError
 
     def repetition(self, prompt: EndedPrompt, chunk: range) -> Repetition:
         """Return what attends while tokens at some positions are repeated."""
@@ -101,15 +101,17 @@ class SecondReading(Eviction):
         self._prompts.pop((layer_index, row), None)
         limit = self._set_limit(layer_index, row, tokens_seen)
         if layer_index == 0 and tokens_seen > limit:
-            only = slice(index, index + 1)
-            self._ended.append(EndedPrompt(row, batch.row_index[only], tokens_seen, batch.tokens_seen[only], limit))
+            longest, only = [max(heads) for heads in self._held(0, row, tokens_seen)], slice(index, index + 1)
+            numbers = tokens_seen, batch.tokens_seen[only], limit, longest
+            self._ended.append(EndedPrompt(row, batch.row_index[only], *numbers))
 
     @override
     def finish(self, feed: Callable[[list[int], int, int, CacheAttention], None]) -> None:
         policy = self.policy
         for prompt in self._ended:
             tokens, end = self.tokens[prompt.row], prompt.num_tokens
-            prompt.longest = self.cache.lengths[:, prompt.row].amax(-1).tolist()
+            if not self._has_positions:  # gates have decided
+                prompt.longest = self.cache.lengths[:, prompt.row].amax(-1).tolist()
             for begin in range(self.first_repeated(prompt), end, policy.chunk):
                 chunk = range(begin, min(begin + policy.chunk, end))
                 repeated = [*policy.instruction, *tokens[max(0, begin - policy.lead) : chunk.stop]]  # type: ignore[list-item]
