@@ -132,12 +132,19 @@ class Matching(SecondReading):
         if self.policy.protect:
             fixed |= self._protector.chosen(prompt.row, entries.positions, prompt.limit)
         place = places(layer.block_tables[prompt.rows], entries.slots[None, None], layer.block_size)
+        fitted = slots_below(self.cache.fields["fitted"][index, prompt.row], num_entries)
         queries = torch.cat(self._queries[index]).transpose(0, 1).float()
         return Block(
-            layer, place[0], entries.read_keys()[0].float(), entries.read_values()[0].float(), entries.exists[0],
-            (fixed & entries.exists)[0], (is_open & entries.exists)[0], slots_below(self.cache.fields["fitted"][index, prompt.row], num_entries),
-            queries.unflatten(0, (len(place[0]), -1)).flatten(1, 2),
-        )  # fmt: skip
+            layer=layer,
+            place=place[0],
+            key=entries.read_keys()[0].float(),
+            value=entries.read_values()[0].float(),
+            exists=entries.exists[0],
+            fixed=(fixed & entries.exists)[0],
+            is_open=(is_open & entries.exists)[0],
+            fitted=fitted,
+            queries=queries.unflatten(0, (len(place[0]), -1)).flatten(1, 2),
+        )
 
 
 class ReferenceQueries(Repetition):
