@@ -31,17 +31,19 @@ STEPS = 50
 class AttentionMatching(RepetitionPolicy):
     """Keep some keys C_k of each head with biases beta and values C_v that attend as all of its keys K and values V do.
 
-    With the reference queries q of a repetition of the text ("repeat-prefill"), a_i(q) = softmax(q^T K / sqrt(d))_i,
+    With the reference queries q of a repetition of the text ("repeat-prefill"), their attention a_i(q) to K, and its
+    sum s(q),
 
         C_k: the keys with the highest root mean square of a_i(q) (section 3.3)
-        beta = log w, w = argmin over w of sum over q of (sum over C_k of w_i a_i(q) - 1)^2 (the mass, section 3.2)
-        C_v = argmin over C of sum over q of ||softmax(q^T C_k / sqrt(d) + beta) C - a(q) V||^2 (the output)
+        beta = log w, w = argmin over w of sum over q of (sum over C_k of w_i a_i(q) - s(q))^2 (the mass, section 3.2)
+        C_v = argmin over C of sum over q of ||sum over C_k of w_i a_i(q) C_i / z(q) - sum over K of a_i(q) v_i||^2
 
-    Sinks and protected entries stay as they are and are not among K, nor is the slot that a merging gate has open. A
-    later turn repeats, and fits, what is new; entries from before keep scores, biases and values as long as they stay.
-    Differs from the authors' code: masses are relative to each query's; both fits are drawn towards w = 1 and the keys'
-    own values; heads share the model's budget by the scores of this text, not by a table of the model's heads; queries
-    of later layers have seen the cache before compression.
+    where z(q) = 1 - s(q) + sum over C_k of w_i a_i(q) normalizes attention anew. Sinks and protected entries stay as
+    they are and are not among K, nor is the slot that a merging gate has open. A later turn repeats, and fits, what is
+    new; entries from before keep scores, biases and values as long as they stay. Differs from the paper: a(q) is the
+    attention of the repetition, which looks at itself too, so that queries which hardly look at K have little say;
+    both fits are drawn towards w = 1 and the keys' own values; heads share the model's budget by the scores of this
+    text, not by a table of the model's heads; queries of later layers have seen the cache before compression.
     """
 
     queries: Count = 1024
@@ -92,12 +94,13 @@ class Matching(SecondReading):
     def first_repeated(self, prompt: EndedPrompt) -> int:
         first = int(self.cache.fields["repeated"][0, prompt.row])
         self._queries: list[list[Tensor]] = [[] for _ in prompt.longest]
+        self._log_sums: list[list[Tensor]] = [[] for _ in prompt.longest]
         self._every = -(-(prompt.num_tokens - first) // self.policy.queries)
         return first
 
     @override
     def repetition(self, prompt: EndedPrompt, chunk: range) -> ReferenceQueries:
-        return ReferenceQueries(self.cache, self.backend, prompt, self._queries, self._every)
+        return ReferenceQueries(self.cache, self.backend, prompt, self._queries, self._log_sums, self._every)
 
     @override
     def compress(self, prompt: EndedPrompt) -> None:
@@ -116,7 +119,7 @@ class Matching(SecondReading):
             self.backend.compact(self.cache.layer(i), prompt.rows, keep[i][None])
         self.cache.fields["repeated"][:, prompt.row] = prompt.num_tokens
         fitted.copy_((self.cache.lengths[:, prompt.row] - self._num_open).clamp_min(0))
-        self._queries = []
+        self._queries, self._log_sums = [], []
 
     @property
     def _num_open(self) -> int:
@@ -144,22 +147,45 @@ class Matching(SecondReading):
             is_open=(is_open & entries.exists)[0],
             fitted=fitted,
             queries=queries.unflatten(0, (len(place[0]), -1)).flatten(1, 2),
+            log_sums=torch.cat(self._log_sums[index], dim=-1).flatten(1, 2),
         )
 
 
 class ReferenceQueries(Repetition):
-    """Gathers every n-th query of each layer, times the factor on the scores, [tokens, H_q, D]."""
+    """Gathers every n-th query of each layer.
+
+    Args:
+        cache: the engine's cache.
+        backend: kernel module.
+        prompt: what is repeated.
+        queries: by layer; receives them, times the factor on the scores, [tokens, H_q, D].
+        log_sums: by layer; receives the log of the sum of exp of their scores, [H, group, tokens].
+        every: n.
+    """
 
     def __init__(
-        self, cache: Cache, backend: ModuleType, prompt: EndedPrompt, queries: list[list[Tensor]], every: int
+        self,
+        cache: Cache,
+        backend: ModuleType,
+        prompt: EndedPrompt,
+        queries: list[list[Tensor]],
+        log_sums: list[list[Tensor]],
+        every: int,
     ) -> None:
         super().__init__(cache, backend, prompt)
-        self._queries, self._every = queries, every
+        self._queries, self._log_sums, self._every = queries, log_sums, every
 
     @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
         self._queries[layer_index].append(query[:: self._every] * scaling)
-        return super().attend(layer_index, batch, query, tokens, scaling)
+        self._seen: list[Tensor] = []
+        attended = super().attend(layer_index, batch, query, tokens, scaling)
+        self._log_sums[layer_index].append(torch.cat(self._seen, dim=-1)[..., :: self._every])
+        return attended
+
+    @override
+    def look(self, scores: Tensor, weights: Tensor) -> None:
+        self._seen.append(scores.amax(-1) - weights.amax(-1).log())
 
 
 @dataclass
@@ -183,15 +209,18 @@ class Block:
     """Which have been matched before, bool [H, N]."""
     queries: Tensor
     """Reference queries times the factor on the scores, float32 [H, n, D]."""
+    log_sums: Tensor
+    """Log of the sum of exp of all scores of each query, float32 [H, n]."""
 
     @property
     def is_matched(self) -> Tensor:
         """Which entries are to be matched, bool [H, N]."""
         return self.exists & ~self.fixed & ~self.is_open & ~self.fitted
 
-    def logits(self, head: int) -> Tensor:
-        """Scores of a head's entries, -inf of those that are not matched, [n, N]."""
-        return (self.queries[head] @ self.key[head].T).masked_fill_(~self.is_matched[head], -torch.inf)
+    def attention(self, head: int) -> Tensor:
+        """Attention of a head's queries to its entries, 0 of those that are not matched, [n, N]."""
+        logits = self.queries[head] @ self.key[head].T - self.log_sums[head, :, None]
+        return logits.exp().masked_fill_(~self.is_matched[head], 0.0)
 
     def scores(self, every: int) -> Tensor:
         """Write scores of entries that are matched, and return all, [H, N]; +inf: it is fixed, -inf: there is none.
@@ -199,7 +228,7 @@ class Block:
         Args:
             every: number of queries that each reference query stands for.
         """
-        attention = (self.logits(head).softmax(-1).nan_to_num(0.0) for head in range(len(self.key)))
+        attention = (self.attention(head) for head in range(len(self.key)))
         received = torch.stack([(every * of_head.square().sum(0)).sqrt() for of_head in attention])
         held = self.layer.entry_metadata["score"].view(-1)
         held[self.place[self.is_matched]] = received[self.is_matched]
@@ -214,26 +243,27 @@ class Block:
             kept = (self.is_matched & keep)[head].nonzero()[:, 0]
             if leaves and len(kept):
                 place = self.place[head, kept]
-                bias, value = matched(self.logits(head), self.value[head], kept, bias_bound, ridge)
+                bias, value = matched(self.attention(head), self.value[head], kept, bias_bound, ridge)
                 bias_pages.view(-1)[place] = bias.to(bias_pages.dtype)
                 values[place] = value.to(values.dtype)
 
 
-def matched(logits: Tensor, value: Tensor, kept: Tensor, bias_bound: float, ridge: float) -> tuple[Tensor, Tensor]:
-    """Fit biases and values of kept entries to the attention of all, see `AttentionMatching`.
+def matched(attention: Tensor, value: Tensor, kept: Tensor, bias_bound: float, ridge: float) -> tuple[Tensor, Tensor]:
+    """Fit biases and values of kept entries to the attention to all, see `AttentionMatching`.
 
     Args:
-        logits: scores of all entries, -inf of those left out, [n, N].
+        attention: of each query to all entries, 0 of those left out, [n, N].
         value: their values, [N, D].
         kept: indices of the kept ones, int64 [t].
         bias_bound: largest magnitude of a bias.
         ridge: weight of the deviation from no bias and from the own value.
     Returns:
-        What their scores gain, [t], and their values, [t, D]; float64.
+        Their biases, [t], and their values, [t, D]; float64.
     """
-    attention = logits.softmax(-1)
-    weights = bounded_least_squares(attention[:, kept].double(), bias_bound, ridge)
-    shares = (logits[:, kept].double() + weights.log()).softmax(-1)
+    part, mass = attention[:, kept].double(), attention.double().sum(-1)
+    weights = bounded_least_squares(part, mass, bias_bound, ridge)
+    weighted = part * weights
+    shares = weighted / (1 - mass + weighted.sum(-1))[:, None].clamp_min(1e-6)
     outputs, value = (attention @ value).double(), value.double()
     missing = outputs - shares @ value[kept]
     gram = shares.T @ shares
@@ -241,13 +271,13 @@ def matched(logits: Tensor, value: Tensor, kept: Tensor, bias_bound: float, ridg
     return weights.log(), value[kept] + torch.linalg.solve(gram, shares.T @ missing)
 
 
-def bounded_least_squares(attention: Tensor, bias_bound: float, ridge: float) -> Tensor:
-    """Find the weights w that make each query's attention to kept entries, float64 [n, t], sum up to 1; [t].
+def bounded_least_squares(attention: Tensor, mass: Tensor, bias_bound: float, ridge: float) -> Tensor:
+    """Find the weights w that make each query's attention to kept entries, float64 [n, t], sum up to `mass`, [n]; [t].
 
     Primal-dual active sets: weights beyond a bound, or held at it by their slope, are set to it, the others solved for.
     """
     low, high = math.exp(-bias_bound), math.exp(bias_bound)
-    gram, wanted = attention.T @ attention, attention.sum(0)
+    gram, wanted = attention.T @ attention, attention.T @ mass
     pull = _pull(gram, ridge)
     gram.diagonal().add_(pull)
     wanted = wanted + pull

@@ -112,7 +112,7 @@ class ScoringRepetition(Repetition):
         return attended
 
     @override
-    def look(self, weights: Tensor) -> None:
+    def look(self, scores: Tensor, weights: Tensor) -> None:
         among = (weights @ self._competing[:, None, :, None].float()).clamp_min(1e-30)
         best = (weights[..., : self._best.shape[-1]] / among).amax((1, 2))
         self._best = torch.maximum(self._best, best)

@@ -132,8 +132,13 @@ class Repetition(CacheAttention):
         super().__init__(cache, backend)
         self.prompt = prompt
 
-    def look(self, weights: Tensor) -> None:
-        """See the attention of some queries, [H, group, n, keys]: to entries, raw recent tokens, and the pass's own."""
+    def look(self, scores: Tensor, weights: Tensor) -> None:
+        """See what some queries give entries, raw recent tokens, and the pass's own tokens, [H, group, n, keys] each.
+
+        Args:
+            scores: q k^T with scaling and biases.
+            weights: their attention.
+        """
 
     @override
     def attend(self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, scaling: float) -> Tensor:
@@ -162,7 +167,7 @@ class Repetition(CacheAttention):
             ahead = order > torch.arange(begin, begin + block.shape[2], device=query.device)[:, None]
             scores[..., num_entries:].masked_fill_(ahead, -torch.inf)
             weights = softmax_with_sinks(scores[None], layer.sinks)[0]
-            self.look(weights)
+            self.look(scores, weights)
             outputs.append(weights @ values[:, None])
         return torch.cat(outputs, dim=2).flatten(0, 1).transpose(0, 1).to(query.dtype)
 

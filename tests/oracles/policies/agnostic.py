@@ -132,20 +132,20 @@ class AttentionMatching(KVzip):
         if self.prompt_length <= capacity:
             return
         self.gathered = [[[] for _ in layer.heads] for layer in layers]
-        self.repeat(layers)
+        self.repeat(layers)  # queries and the sums of exp of their scores
         blocks = [[self.matched_of(entries, capacity) for entries in layer.heads] for layer in layers]
-        logits = [
+        attention = [
             [
-                torch.stack(queries) @ torch.stack([entry.key for entry in block]).T * self.decoder.scaling
+                torch.stack([(query @ torch.stack([e.key for e in block]).T).exp() / total for query, total in queries])
                 for queries, block in zip(*of_layer, strict=True)
             ]
             for of_layer in zip(self.gathered, blocks, strict=True)
         ]
         scores = []
-        for layer, *of_layer in zip(layers, blocks, logits, strict=True):
+        for layer, *of_layer in zip(layers, blocks, attention, strict=True):
             scores.append([])
             for entries, block, of_head in zip(layer.heads, *of_layer, strict=True):
-                rms = of_head.softmax(-1).square().mean(0).sqrt().tolist()
+                rms = of_head.square().mean(0).sqrt().tolist()
                 by_position = {entry.position: score for entry, score in zip(block, rms, strict=True)}
                 scores[-1].append([by_position.get(entry.position, math.inf) for entry in entries])
         if self.head_budget == "equal":
@@ -156,7 +156,7 @@ class AttentionMatching(KVzip):
                 ]
         else:
             self.keep(layers, scores, capacity)
-        for layer, *of_layer in zip(layers, blocks, logits, strict=True):
+        for layer, *of_layer in zip(layers, blocks, attention, strict=True):
             for entries, block, of_head in zip(layer.heads, *of_layer, strict=True):
                 kept = {entry.position for entry in entries}
                 staying = [number for number, entry in enumerate(block) if entry.position in kept]
@@ -167,24 +167,27 @@ class AttentionMatching(KVzip):
         protected = self.protected(entries, capacity)
         return [e for number, e in enumerate(entries) if e.position >= self.sinks and number not in protected]
 
-    def match(self, block, staying, logits):
-        values = torch.stack([entry.value for entry in block]).numpy()
-        attention = logits.softmax(-1).numpy()
-        mass, unit = attention[:, staying], np.eye(len(staying))
-        pull = math.sqrt(self.ridge * np.square(mass).sum(0).mean())
-        wanted = np.concatenate((np.ones(len(mass)), pull * np.ones(len(staying))))
+    def match(self, block, staying, attention):
+        values, attention = torch.stack([entry.value for entry in block]).numpy(), attention.numpy()
+        part, unit, whole = attention[:, staying], np.eye(len(staying)), attention.sum(-1)
+        pull = math.sqrt(self.ridge * np.square(part).sum(0).mean())
+        wanted = np.concatenate((whole, pull * np.ones(len(staying))))
         bounds = math.exp(-self.bias_bound), math.exp(self.bias_bound)
-        bias = np.log(lsq_linear(np.vstack((mass, pull * unit)), wanted, bounds, method="bvls", tol=1e-14).x)
-        shares = (logits[:, staying] + torch.tensor(bias)).softmax(-1).numpy()
+        weights = lsq_linear(np.vstack((part, pull * unit)), wanted, bounds, method="bvls", tol=1e-14).x
+        shares = part * weights / (1 - whole + part @ weights)[:, None]
         pull = math.sqrt(self.ridge * np.square(shares).sum(0).mean())
         wanted = np.vstack((attention @ values, pull * values[staying]))
         fitted = np.linalg.lstsq(np.vstack((shares, pull * unit)), wanted, rcond=None)[0]
-        for number, added, value in zip(staying, bias, fitted, strict=True):
-            block[number].bias, block[number].value = float(added), torch.tensor(value)
+        for number, weight, value in zip(staying, weights, fitted, strict=True):
+            block[number].bias, block[number].value = math.log(weight), torch.tensor(value)
 
     def attend_again(self, index, query, key, value, first):
-        places = torch.arange(first, first + query.shape[1])
+        places, every = torch.arange(first, first + query.shape[1]), -(-self.prompt_length // self.queries)
         for head, gathered in enumerate(self.gathered[index]):
-            turned = self.decoder.rotate(self.queries_of(query, head), places)
-            gathered.extend(turned[:, :: -(-self.prompt_length // self.queries)].flatten(0, 1))
+            new = self.decoder.rotate(key[head], places)
+            keys = torch.cat((torch.stack([entry.key for entry in self.layers[index].heads[head]]), new))
+            for queries in self.decoder.rotate(self.queries_of(query, head), places) * self.decoder.scaling:
+                for number in range(0, len(queries), every):
+                    seen = keys[: len(keys) - len(queries) + number + 1]
+                    gathered.append((queries[number], (seen @ queries[number]).exp().sum()))
         return super().attend_again(index, query, key, value, first)
