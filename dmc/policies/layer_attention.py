@@ -104,8 +104,8 @@ class CacheAttention:
                 attended = window_attention(query[where], layer, part, as_read(layer, new), window, scaling)
             self.cache.append_to_ring(self.backend, layer_index, part, new)
             if attended is None:
-                num_scores = self.whole_pages(window)
-                attended = self.attend_once(layer_index, part, query[where], scaling, num_scores=num_scores)
+                options = {"num_scores": self.whole_pages(window), "bias": None}  # policies leave its slots alone
+                attended = self.attend_once(layer_index, part, query[where], scaling, **options)
             return attended
 
         return self.by_part(batch.by_count, query, attend_part)

@@ -230,13 +230,12 @@ class PagedCache:
 
     def _view(self, index: int) -> LayerCache:
         fields, of_policy = self.fields, {field.name for field in self.layout.policy_fields}
-        kept = of_policy if index < self.layout.num_layers else set()  # policies leave windows alone
         apart = of_policy | {field.name for field in self.layout.state_fields} | {"ring_tables"}
         return LayerCache(
             free_blocks=self.allocator.stack,
             num_free=self.allocator.height,
             sinks=self._sinks.get(index),
-            entry_metadata={name: fields[name] for name in fields.names("slot") if name in kept},
+            entry_metadata={name: fields[name] for name in fields.names("slot") if name in of_policy},
             **{name: fields[name] for name in fields.names("slot") if name not in of_policy},
             **{name: self._of_layer(name, index) for name in fields.names("row") if name not in apart},
         )
