@@ -104,10 +104,7 @@ class CacheAttention:
                 attended = window_attention(query[where], layer, part, as_read(layer, new), window, scaling)
             self.cache.append_to_ring(self.backend, layer_index, part, new)
             if attended is None:
-                options: dict[str, Any] = {
-                    "num_scores": self.whole_pages(window),
-                    "bias": None,
-                }  # policies leave its slots alone
+                options: dict[str, Any] = {"num_scores": self.whole_pages(window), "bias": None}
                 attended = self.attend_once(layer_index, part, query[where], scaling, **options)
             return attended
 
