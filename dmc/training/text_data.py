@@ -194,24 +194,24 @@ class TextData(LightningDataModule):
         assert trainer is not None
         accumulation = training.accumulation(trainer.world_size // self.config.trainer.devices_per_sequence)
         counts_tokens = training.loss_average == "token"
-        return StepLoader(
-            self._micro_batches(), accumulation, counts_tokens, lambda: trainer.global_step * training.batch_size
-        )
-
-    def _micro_batches(self) -> DataLoader[dict[str, Any]] | StreamLoader:
-        training, trainer = self.config.training, self.trainer
-        assert trainer is not None
         cuts = self.config.trainer.devices_per_sequence  # neighbors read the same text
+        batches = self.micro_batches(trainer.global_step, trainer.global_rank // cuts, trainer.world_size // cuts)
+        return StepLoader(batches, accumulation, counts_tokens, lambda: trainer.global_step * training.batch_size)
+
+    def micro_batches(
+        self, step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> DataLoader[dict[str, Any]] | StreamLoader:
+        """Serve the training text from an optimizer step on to one of the ranks that divide it; streams go on alone."""
+        training = self.config.training
         options: dict[str, Any] = {"batch_size": training.micro_batch_size, "num_workers": self.config.data.num_workers}
-        rank: dict[str, Any] = {"rank": trainer.global_rank // cuts, "world_size": trainer.world_size // cuts}
+        ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
         if self.config.data.streaming:  # Lightning restores the loader's own state
             options |= {"num_stream_shards": self.config.data.stream_shards, "num_draws": self.num_draws}
             options |= {"draws_per_step": training.batch_size, "framing": self.framing}
             options |= {"document_starts": training.document_masking, "seed": self.config.seed}
             options |= {"worker_init_fn": leave_signals_to_parent}
-            return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **rank)
-        start = min(trainer.global_step * training.batch_size, self.num_draws)
-        positions = Positions(self.num_draws, start, **rank)
+            return StreamLoader(self._sources("train"), self.tokenizer, training.sequence_length, **options, **ranks)
+        positions = Positions(self.num_draws, min(step * training.batch_size, self.num_draws), **ranks)
         return DataLoader(self._train, sampler=positions, worker_init_fn=leave_signals_to_parent, **options)
 
     def held_out(

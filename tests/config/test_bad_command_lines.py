@@ -77,6 +77,7 @@ compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] outp
 serve|model=STOCK port=70000|port=70000
 study|only=[nobody] output=out|nobody
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
+fit_scorer|model=STOCK sequence_length=8|sequence_length=8 leaves
 export_megatron|model=STOCK output=out tensor_size=0|tensor_size=0
 """.strip().splitlines()
 

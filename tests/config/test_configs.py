@@ -14,12 +14,22 @@ from dmc.commands.study import StudyConfig, check_measurements
 from dmc.config import build_config
 from dmc.results.grid import CompareConfig, named_settings, plan_methods
 from dmc.training.config import RunConfig
+from dmc.training.scorer_fit import FitConfig
 from dmc.training.stages import Plan
 
 
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
 def test_every_experiment_opens_with_its_command(name):
     assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
+
+
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "fit_scorer.py" in opening(name)[1]])
+def test_every_fit_of_a_scorer_composes_and_opens_with_its_command(name):
+    assert opening(name) == ["# @package _global_", f"# python scripts/fit_scorer.py experiment={name}"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose("fit_scorer", overrides=[f"experiment={name}"])
+    config = build_config(FitConfig, OmegaConf.to_container(settings, resolve=True))
+    assert Plan(config.run.training, 1.0).total_steps == config.steps
 
 
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])

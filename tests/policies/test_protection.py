@@ -14,7 +14,11 @@ from dmc.policies.protection import BEYOND, nearness
 from dmc.results.policies import policy_from_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "policy"
-EVICTING = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if "protect" in OmegaConf.load(path)]
+EVICTING = [
+    path.stem
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if "protect" in OmegaConf.load(path) and path.stem != "kvpop"  # which needs a file
+]
 ANSWER = SamplingParams(max_new_tokens=6, temperature=0)
 TEMPLATE = "{% for message in messages %}<|a|>{{ message.role }} {{ message.content }}<|b|>{% endfor %}"
 

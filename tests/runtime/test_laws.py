@@ -3,10 +3,13 @@
 import copy
 import dataclasses
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import torch
+from evicting import write_scorer
 
 from dmc import Engine, SamplingParams, policies, retrofit
 from dmc.budget import Budget
@@ -36,6 +39,7 @@ GATES = {
     "fixed, window, delay 4": {"decisions": "fixed", "weighting": "uniform", "delay": 4, "target_ratio": 2.5},
 }
 QUARTER = Budget(ratio=4)
+FOLDER = TemporaryDirectory()
 POLICIES = {
     "LocalWindow": policies.LocalWindow(budget=QUARTER),
     "StreamingLLM": policies.StreamingLLM(budget=QUARTER),
@@ -58,6 +62,7 @@ POLICIES = {
     "ExpectedAttention": policies.ExpectedAttention(budget=QUARTER, future=40),
     "KVzip": policies.KVzip(budget=QUARTER, sinks=2, chunk=11, lead=3, instruction=[5, 9]),
     "AttentionMatching": policies.AttentionMatching(budget=QUARTER, sinks=2, chunk=11, queries=20, instruction=[5, 9]),
+    "KVpop": policies.KVpop(budget=QUARTER, scorer=write_scorer(Path(FOLDER.name) / "scorer")),
     "Random": policies.Random(budget=QUARTER),
     "Marked": policies.Marked(budget=QUARTER, markers=[3, 20, 21, 60], behind=[1, 2]),
     "LAVa, tokens": policies.LAVa(budget=Budget(tokens=17)),

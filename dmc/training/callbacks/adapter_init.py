@@ -14,15 +14,15 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from tqdm.auto import tqdm, trange
 
-from dmc.compression import GateMode, rotate
+from dmc.compression import GateMode
 from dmc.models import CompressedCausalLM
 from dmc.ranks import ALONE, Ranks
+from dmc.training.attention_targets import second_pass_scores
 from dmc.training.callbacks.validation import draw_heatmap
 from dmc.training.config import RegressionInitConfig, SensitivityInitConfig
 from dmc.training.measure import evaluating, score_text
 
 SENSITIVITY_NAME = "head_sensitivity.json"
-QUERY_BLOCK = 128
 SMALLEST_SCORE = 1e-12
 
 
@@ -221,42 +221,3 @@ def _solve(sums: Sequence[Tensor], ridge: float) -> ScoreFit:
     penalty[-1] = 0
     rows = torch.linalg.solve(inputs + penalty.diag(), wanted).T
     return ScoreFit(rows, rows @ inputs[-1] / count, ((rows @ inputs) * rows).sum(-1) / count)
-
-
-def second_pass_scores(attention: Any, states: Tensor, rotary: tuple[Tensor, Tensor], residual: Tensor) -> Tensor:
-    """Score tokens of the first half of a text by the attention of its second half, which repeats it (KVzip+).
-
-        s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d)) * ||W_o v_i|| / ||h_j||
-
-    after KVzap (arXiv:2601.07891), h_j the residual stream before the layer. A gate on the output does not count.
-
-    Args:
-        attention: attention module of the layer.
-        states: input of the attention, [B, 2 T, hidden].
-        rotary: the family's cos and sin, [B or 1, 2 T, R].
-        residual: h, [B, 2 T, hidden].
-    Returns:
-        Float32 [B, H, T].
-    """
-    rotary, places = attention.rotation.whole(rotary), torch.arange(states.shape[1], device=states.device)[None]
-    query, key, value, _ = attention.project(states, rotary[0].shape[-1], positions=places)
-    query, key, value = query.float(), key.float(), value.float()
-    tables = attention.rotary_tables(rotary, torch.float32)
-    query, key = attention.rotate_query(query, *tables), rotate(key, *tables)
-    kv_heads, length = key.shape[1], states.shape[1]
-    half, dim = length // 2, key.shape[-1]
-    grouped = query.unflatten(1, (kv_heads, -1))  # [B, H, group, 2 T, D]
-    out = attention.o_proj.weight.float().unflatten(1, (kv_heads, -1, dim))  # [hidden, H, group, D]
-    gram = torch.einsum("ohgd,ohge->hgde", out, out)
-    old = value[:, :, None, :half]
-    norms = ((old @ gram) * old).sum(-1).clamp_min(0).sqrt()  # of W_o v, [B, H, group, T]
-    weight = residual[:, half:].float().norm(dim=-1).clamp_min(1e-12).reciprocal()  # [B, T]
-    places = torch.arange(length, device=states.device)
-    best = torch.zeros_like(norms[:, :, 0])
-    for begin in range(half, length, QUERY_BLOCK):
-        rows = slice(begin, begin + QUERY_BLOCK)
-        scores = grouped[..., rows, :] @ key[:, :, None].transpose(-1, -2) * attention.scaling
-        shares = scores.masked_fill_(places > places[rows, None], -torch.inf).softmax(-1)[..., :half]
-        shares = shares * weight[:, None, None, begin - half : begin - half + QUERY_BLOCK, None]
-        best = torch.maximum(best, (shares.amax(3) * norms).amax(2))
-    return best

@@ -8,6 +8,7 @@ from .cake import CAKE
 from .d2o import D2O
 from .h2o import H2O, VATP, CaM
 from .infllm import InfLLM
+from .kvpop import KVpop
 from .lava import LAVa
 from .omnikv import OmniKV
 from .quest import Quest
@@ -17,7 +18,11 @@ from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
+<<<<<<< HEAD
 EVICTING += (ExpectedAttention, KVzip, AttentionMatching)
+=======
+EVICTING += (ExpectedAttention, KVzip, KVpop)
+>>>>>>> main
 READING = (OmniKV, Quest, InfLLM)
 METHODS = {method.__name__: method for method in EVICTING + READING}
 
