@@ -4,11 +4,8 @@ base.py             the interface of a policy: what it sees, returns and declare
 layer_attention.py  an attention layer without a policy: append the tokens, attend to all entries
 eviction.py         methods that score entries and evict some, and their execution
 scores.py           pooling of scores; budgets.py and merging.py: shares of layers and heads, fate of evicted entries
-<<<<<<< HEAD
 repetition.py       methods that see how the model repeats the text: kvzip.py, attention_matching.py
-=======
 kvpop.py            one that is learned, with the scorer in delayed_scorer.py
->>>>>>> main
 reading.py          methods that hold everything and read a part: omnikv.py, quest.py, infllm.py
 placement.py        entries of such a method on the device, or in the host's memory
 """

@@ -18,11 +18,7 @@ from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
-<<<<<<< HEAD
-EVICTING += (ExpectedAttention, KVzip, AttentionMatching)
-=======
-EVICTING += (ExpectedAttention, KVzip, KVpop)
->>>>>>> main
+EVICTING += (ExpectedAttention, KVzip, AttentionMatching, KVpop)
 READING = (OmniKV, Quest, InfLLM)
 METHODS = {method.__name__: method for method in EVICTING + READING}
 
