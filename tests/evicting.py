@@ -7,7 +7,7 @@ from dmc.policies.delayed_scorer import DelayedScorer, ScorerConfig
 SURE = {"expectation": True}
 """Option of CaM, whose draws are its own."""
 METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
-METHODS += ["D2O", "ExpectedAttention", "KVzip"]
+METHODS += ["D2O", "ExpectedAttention", "KVzip", "AttentionMatching"]
 
 
 def write_scorer(file, num_layers=2, kv_heads=2, window=4, state_size=3, width=5):

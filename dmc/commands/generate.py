@@ -1,20 +1,24 @@
-"""Continue a prompt from the compressed cache, with learned gates or a training-free policy."""
+"""Read a text into the compressed cache, carry it, continue a prompt: with learned gates or a training-free policy."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import StrictFloat, StrictInt
+from pydantic import StrictBool, StrictFloat, StrictInt
 
-from dmc.config.settings import checked_dataclass
+from dmc.config.settings import OutputFolder, checked_dataclass
+from dmc.files import refuse_occupied
 from dmc.models import load_model
 from dmc.models.loading import load_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.results.policies import policy_from_config
-from dmc.runtime import Engine, SamplingParams
+from dmc.runtime import Engine, GenerationStats, SamplingParams, Session
 
 STORAGE = ("block_size", "memory", "kernels", "cuda_graphs", "compile", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -22,11 +26,22 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 
 @checked_dataclass(frozen=True)
 class GenerateConfig:
-    """A prompt, its model and method; options of `Engine` and `SamplingParams` are checked there."""
+    """A context, a prompt, their model and method; options of `Engine` and `SamplingParams` are checked there.
+
+    Raises:
+        ValueError: there is nothing to read, or nothing to save.
+    """
 
     model: str
     """Folder or hub name."""
-    prompt: str
+    prompt: str | None = None
+    """Text to continue, after the context if there is one; None: only the context is read."""
+    context: str | None = None
+    """Text file that is read, and compressed, before the prompt, or folder of a carried cache; None: there is none."""
+    save: OutputFolder | None = None
+    """Folder for the cache of the context; None: it is not kept."""
+    overwrite: StrictBool = False
+    """Whether a cache that was saved there is replaced."""
     dtype: str = "auto"
     revision: str | None = None
     policy: dict[str, Any] = field(default_factory=dict)
@@ -45,23 +60,58 @@ class GenerateConfig:
     compile: Any = False
     kv_cache_dtype: Any = "auto"
 
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.context is None:
+            raise ValueError("give a prompt to continue, or a context to read: prompt='import os', context=FILE")
+        if self.save is not None and self.context is None:
+            raise ValueError(f"save={self.save} keeps the cache of a context: give context=FILE")
+        if self.context is not None and not Path(self.context).exists():
+            raise FileNotFoundError(f"context={self.context}: expected a text file, or the folder of a carried cache")
+
 
 def generate(config: GenerateConfig) -> None:
-    """Print the prompt and its continuation; under torchrun the processes share the model."""
+    """Print the prompt and its continuation, and save the context's cache; under torchrun processes share the model."""
+    if config.save is not None:
+        refuse_occupied(Path(config.save), config.overwrite)
     params = SamplingParams(**{name: getattr(config, name) for name in SAMPLING}, stop=tuple(config.stop))
     policy = policy_from_config(config.policy, config.budget)
     model = _load(config)
     tokenizer = load_tokenizer(config.model, config.revision, model.config.vocab_size)
     engine = Engine(model, tokenizer, policy, **{name: getattr(config, name) for name in STORAGE})
     is_first = engine.cache.layout.ranks.rank == 0
-    print(config.prompt if is_first else "", end="")
-    for event in engine.stream(config.prompt, params):
-        print(event.text if is_first else "", end="", flush=True)
-    if is_first and event.request.generation:
-        stats = event.request.generation.stats
-        ratios = f"CR {stats.achieved_ratio:.2f}, {stats.bytes_ratio:.2f} in bytes"
-        sizes = f"{stats.bytes_used:,} bytes used, {stats.bytes_allocated:,} allocated"
-        print(f"\n\n[{stats.tokens_seen} tokens, {ratios}, {sizes}]", file=sys.stderr)
+    with _after_context(engine, config.context, is_first) as session:
+        if config.save is not None and session is not None:
+            engine.save(session, config.save, config.overwrite)
+        if config.prompt is None:
+            return
+        print(config.prompt if is_first else "", end="")
+        for event in engine.stream(config.prompt, params, session):
+            print(event.text if is_first else "", end="", flush=True)
+        if is_first and event.request.generation:
+            print("\n", file=sys.stderr)
+            _report(event.request.generation.stats)
+
+
+@contextmanager
+def _after_context(engine: Engine, context: str | None, is_first: bool) -> Iterator[Session | None]:
+    """Yield a session that has read a text, or goes on from a carried cache; None without a context."""
+    if context is None:
+        yield None
+    elif Path(context).is_dir():
+        with engine.load(context) as session:
+            yield session
+    else:
+        with engine.session() as session:
+            stats = session.feed(Path(context).read_text())
+            if is_first:
+                _report(stats)
+            yield session
+
+
+def _report(stats: GenerationStats) -> None:
+    ratios = f"CR {stats.achieved_ratio:.2f}, {stats.bytes_ratio:.2f} in bytes"
+    sizes = f"{stats.bytes_used:,} bytes used, {stats.bytes_allocated:,} allocated"
+    print(f"[{stats.tokens_seen} tokens, {ratios}, {sizes}]", file=sys.stderr)
 
 
 def _load(config: GenerateConfig) -> Any:

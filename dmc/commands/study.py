@@ -50,6 +50,8 @@ class StudyConfig:
     budgets: list[Any]
     """Budgets of the policies; a budget in a run's bytes, `bytes:best_cr4`, waits for that run."""
     tasks: list[Any]
+    further: Named[list[str]] = field(default_factory=dict)
+    """Policies, of those above, that compress the prompts of runs further, by name of the run."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of every training: `trainer=auto` takes a GPU, other data or stages a larger study."""
     seeds: Annotated[list[StrictInt], Field(min_length=1)] = field(default_factory=lambda: [0])
@@ -68,9 +70,9 @@ class StudyConfig:
         for name in filter(None, map(bytes_budget, self.budgets)):
             if share_of(name) is None and name not in self.runs:
                 raise ValueError(f"budgets: bytes:{name}: expected one of the runs {', '.join(self.runs)}")
-        unknown = sorted({*(self.only or ())} - {*self.runs})
-        if unknown:
-            raise ValueError(f"only={unknown}: expected some of {', '.join(self.runs)}")
+        for setting, names in (("only", self.only or ()), ("further", self.further)):
+            if unknown := sorted({*names} - {*self.runs}):
+                raise ValueError(f"{setting}={unknown}: expected some of {', '.join(self.runs)}")
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
     models: dict[str, Any] = {}
     for run in (run for run in runs if run.seed in seeds):
         models[run.label] = {"path": str(run.final), "variant": run.name, "seed": run.seed}
-        models[run.label]["policies"] = None if run.name == CONTROL else [FULL]
+        models[run.label]["policies"] = None if run.name == CONTROL else [FULL, *config.further.get(run.name, ())]
     if not models:
         return "no control is finished: there is nothing to compare with"
     named = [(budget, bytes_budget(budget)) for budget in config.budgets]

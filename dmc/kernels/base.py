@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+BIAS = "bias"
+"""Name of the slots' field that attention adds to their scores, if a policy declares it."""
+
 
 @dataclass
 class LayerCache:
@@ -61,6 +64,11 @@ class LayerCache:
     def scales(self) -> tuple[Tensor, Tensor] | None:
         """Factors of 8-bit keys and values, [N, block, 1] each; None: pages hold the model's dtype."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to each slot's scores, float32 [N, block]; None: nothing is."""
+        return self.entry_metadata.get(BIAS)
 
     @property
     def entry_pages(self) -> list[Tensor]:

@@ -222,6 +222,7 @@ struct Attention {
     int64_t query_step, query_head_step;
     const void *key_pages, *value_pages;    // [N, block, D]
     const float *key_scales, *value_scales;  // [N, block], factors of 8-bit pages
+    const float* bias;                    // [N, block], added to the scores of slots, or null
     const int64_t* rows;                  // [S]; null: sequence s has row s
     const int32_t* tables;                // [C, H, M]
     int64_t table_row_step, table_head_step;
@@ -254,6 +255,7 @@ struct Tile {
     const E* key[TILE];
     const E* value[TILE];
     float key_scale[TILE], value_scale[TILE];  // of 8-bit pages
+    float bias[TILE];                          // of slots, where there is one
     int count;
 
     void pad() {  // the score kernel takes KEYS at a time, and fetching looks as far as the tile before it is long
@@ -360,7 +362,7 @@ class Rows {
             fill(next, table, start + tile.count, task.end);
             if (a_.scores) raw_scores_ = score_row(task, 0) + start;
             const auto seen = [&](int r) { return int(std::min<int64_t>(limit_[r] - start, tile.count)); };
-            attend(tile, next, 0, rows_, [](int) { return 0; }, seen);
+            attend(tile, next, a_.bias ? tile.bias : nullptr, 0, rows_, [](int) { return 0; }, seen);
         }
         raw_scores_ = nullptr;
         if (task.begin > 0) return;
@@ -436,6 +438,7 @@ class Rows {
                 std::copy_n(a_.key_scales + place, stop - j, tile.key_scale + j);
                 std::copy_n(a_.value_scales + place, stop - j, tile.value_scale + j);
             }
+            if (a_.bias) std::copy_n(a_.bias + place, stop - j, tile.bias + j);
             for (place *= dim_; j < stop; j++, place += dim_) {
                 tile.key[j] = static_cast<const P*>(a_.key_pages) + place;
                 tile.value[j] = static_cast<const P*>(a_.value_pages) + place;
@@ -459,7 +462,7 @@ class Rows {
                 }
                 tile.pad();
                 const auto from = [&](int r) { return int(task.first_query + r / a_.group - start); };
-                attend(tile, none, int((query - task.first_query) * a_.group),
+                attend(tile, none, nullptr, int((query - task.first_query) * a_.group),
                        int((stop - task.first_query) * a_.group), [&](int r) { return std::max(from(r), 0); },
                        [&](int r) { return int(std::min<int64_t>(from(r) + band.width, tile.count)); });
             }
@@ -468,7 +471,7 @@ class Rows {
 
     // Row r sees tile entries from(r)..to(r) - 1. Meanwhile the tile's values and the next tile's keys are fetched.
     template <class E, class From, class To>
-    void attend(const Tile<E>& tile, const Tile<E>& next, int first, int last, From from, To to) {
+    void attend(const Tile<E>& tile, const Tile<E>& next, const float* bias, int first, int last, From from, To to) {
         alignas(LINE) float wide[std::max(KEYS * MAX_DIM, TILE * SPAN)];
         for (int j = 0; j < tile.count; j += KEYS) {
             const float* key[KEYS];
@@ -480,6 +483,9 @@ class Rows {
         }
         if constexpr (is_8_bit<E>)
             for (int r = first; r < last; r++) multiply(&scores_[r * TILE], tile.key_scale, tile.count);
+        if (bias)
+            for (int r = first; r < last; r++)
+                for (int j = 0; j < tile.count; j++) scores_[r * TILE + j] += bias[j] * LOG2_E;
         if (raw_scores_)
             for (int r = first; r < last; r++)
                 std::copy_n(&scores_[r * TILE], tile.count, raw_scores_ + r * a_.scores_step);

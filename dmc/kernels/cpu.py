@@ -215,18 +215,19 @@ def paged_attention(
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.paged_attention`."""
     if not _has_code(key_pages, query):
         options: dict[str, Any] = {"scales": scales, "rows": rows, "recent": recent, "sinks": sinks}
-        options |= {"return_scores": return_scores, "num_scores": num_scores}
+        options |= {"return_scores": return_scores, "num_scores": num_scores, "bias": bias}
         return reference.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     scores = None
     if return_scores:
         scores = torch.zeros(*query.shape[:2], num_scores or block_tables.shape[-1] * key_pages.shape[1])
     pages = key_pages, value_pages, block_tables
     seen = VisibleKeys(lengths, recent=recent)
-    attended = _attend(query, *pages, seen, scaling, scales, rows, scores=scores, sinks=sinks)
+    attended = _attend(query, *pages, seen, scaling, scales, rows, scores=scores, sinks=sinks, bias=bias)
     return attended if scores is None else (attended, scores)
 
 
@@ -241,14 +242,16 @@ def prefill_attention(
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.prefill_attention`."""
     pages = key_pages, value_pages, block_tables
     if not _has_code(key_pages, query):
-        return reference.prefill_attention(query, *pages, batch, seen, scaling, scales, return_lse, sinks)
+        return reference.prefill_attention(query, *pages, batch, seen, scaling, scales, return_lse, sinks, bias)
     _expect_batch(batch)
     lse = torch.empty(query.shape[:2]) if return_lse else None
-    attended = _attend(query, *pages, seen, scaling, scales, batch.row_index, batch=batch, lse=lse, sinks=sinks)
+    options: dict[str, Any] = {"batch": batch, "lse": lse, "sinks": sinks, "bias": bias}
+    attended = _attend(query, *pages, seen, scaling, scales, batch.row_index, **options)
     return attended if lse is None else (attended, lse)
 
 
@@ -285,6 +288,7 @@ def _attend(
     scores: Tensor | None = None,
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend from queries [T, H_q, D]; without a batch, one per sequence, and the visible slots are [C, H] by row."""
     query = _rows_of_channels(query)
@@ -299,6 +303,8 @@ def _attend(
     wanted = num_tokens if batch is None else batch.num_tokens
     _expect("query", query, query.dtype, (wanted, heads // kv_heads * kv_heads, key_pages.shape[-1]), False)
     _expect_pages(key_pages, value_pages, *(scales or (None, None)))
+    if bias is not None:
+        _expect("bias", bias, torch.float32, key_pages.shape[:2])
     _expect("block_tables", tables, torch.int32, tables.shape)
     _expect("slots", slots, torch.int32, (num_rows if batch is None else num_tokens, kv_heads))
     if rows is not None:
@@ -313,7 +319,16 @@ def _attend(
         _named("attend", query, key_pages),
         *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
-        *(*(scales or (None, None)), rows, *_table(tables), slots, batch is None, *_parts(open_slot), *_parts(recent)),
+        *(
+            *(scales or (None, None)),
+            bias,
+            rows,
+            *_table(tables),
+            slots,
+            batch is None,
+            *_parts(open_slot),
+            *_parts(recent),
+        ),
         *(delay, out, scores, 0 if scores is None else scores.shape[-1], lse, *_bounds(tables, key_pages.shape[1])),
         _sinks(sinks, query),
     )

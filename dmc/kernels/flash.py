@@ -86,15 +86,16 @@ def paged_attention(
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.paged_attention`; flash-attn returns no scores: another backend computes them.
+    """See `dmc.kernels.reference.paged_attention`; flash-attn has neither scores nor a bias: another backend does.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
     """
-    if return_scores:
-        options: dict[str, Any] = {"rows": rows, "recent": recent, "return_scores": True, "num_scores": num_scores}
-        options["sinks"] = sinks
+    if return_scores or bias is not None:
+        options: dict[str, Any] = {"rows": rows, "recent": recent, "sinks": sinks, "bias": bias}
+        options |= {"return_scores": return_scores, "num_scores": num_scores}
         other = load_backend("auto", query.device)
         return other.paged_attention(query, key_pages, value_pages, block_tables, lengths, scaling, **options)
     library, table_name = _library()
@@ -132,15 +133,16 @@ def prefill_attention(
     scales: None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `dmc.kernels.reference.prefill_attention`; sinks and a mask that is not causal are left to another backend.
+    """See `dmc.kernels.reference.prefill_attention`; another backend serves sinks, biases, other masks.
 
     Raises:
         ImportError: neither FlashAttention-3 nor flash-attn 2 is installed.
     """
     pages = key_pages, value_pages
-    if not seen.is_causal or sinks is not None:
-        other, rest = load_backend("auto", query.device), (scaling, scales, return_lse, sinks)
+    if not seen.is_causal or sinks is not None or bias is not None:
+        other, rest = load_backend("auto", query.device), (scaling, scales, return_lse, sinks, bias)
         return other.prefill_attention(query, *pages, block_tables, batch, seen, *rest)  # type: ignore[no-any-return]
     library, table_name = _library()
     kv_heads, (place, bounds) = seen.slots.shape[1], batch.by_head(seen.slots.shape[1])

@@ -418,6 +418,7 @@ def paged_attention(
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from one query per sequence to the slots of its heads, and to raw recent tokens.
 
@@ -436,6 +437,7 @@ def paged_attention(
             as many as the tables can name.
         chunk_ends: of `VisibleKeys`, where the same backend has just appended the queries' tokens; None: counted anew.
         sinks: of `LayerCache`.
+        bias: of `LayerCache`.
     Returns:
         [B, H_q, D]; with `return_scores` also float32 [B, H_q, num_scores], 0 beyond the length.
     """
@@ -444,7 +446,7 @@ def paged_attention(
     capacity, seen = block_tables.shape[-1] * key_pages.shape[1], VisibleKeys(lengths, recent=recent)
     most_slots = int(lengths.max()) if num_scores is None else min(num_scores, capacity)
     pages = key_pages, value_pages, block_tables
-    attended, scores, _ = _attend(None, query, *pages, seen, scaling, most_slots, scales, sinks)
+    attended, scores, _ = _attend(None, query, *pages, seen, scaling, most_slots, scales, sinks, bias)
     if not return_scores:
         return attended[:, 0]
     missing = (num_scores or capacity) - most_slots
@@ -462,6 +464,7 @@ def prefill_attention(
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the queries of a batch to closed slots, to their own running state, and to raw recent tokens.
 
@@ -476,6 +479,7 @@ def prefill_attention(
         scales: factors of 8-bit keys and values, float32 [N, block, 1] each.
         return_lse: also return the log of the sum of exp of each query's scores, and of its sink.
         sinks: of `LayerCache`.
+        bias: of `LayerCache`.
     Returns:
         [T, H_q, D], zeros where a query sees nothing; with `return_lse` also float32 [T, H_q], there arbitrary.
     """
@@ -492,7 +496,7 @@ def prefill_attention(
             recent = Recent(recent.key[around], recent.value[around], recent.exists[around])
         part_seen, tables = VisibleKeys(seen.slots[where], open_slot, recent), block_tables[part.row_index]
         pages, most_slots = (key_pages, value_pages, tables), int(part_seen.slots.max())
-        padded = _attend(part, query[where], *pages, part_seen, scaling, most_slots, scales, sinks)
+        padded = _attend(part, query[where], *pages, part_seen, scaling, most_slots, scales, sinks, bias)
         attended[where], lse[where] = part.unpad(padded[0]), part.unpad(padded[2])
     return (attended, lse) if return_lse else attended
 
@@ -508,6 +512,7 @@ def _attend(
     most_slots: int,
     scales: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, [S, n, H_q, D], the last queries' probabilities, slots first, and log-sum-exp, [S, n, H_q].
 
@@ -522,6 +527,7 @@ def _attend(
         most_slots: an upper bound of the slots that a query sees, within the tables.
         scales: factors of 8-bit keys and values.
         sinks: of `LayerCache`.
+        bias: likewise.
     """
     batch, delay = ForwardBatch.of_ones(len(query), query.device) if batch is None else batch, 0
     keys, values = (
@@ -540,6 +546,7 @@ def _attend(
             batch.pad(states, before=delay - 1) for states in (seen.recent.key, seen.recent.value, seen.recent.exists)
         ]
     slots = torch.arange(most_slots, device=query.device)
+    added = None if bias is None else gather_pages(bias, block_tables, most_slots)[:, :, None, None]
     outputs, weights, lse = [], query.new_zeros(0), []
     for begin in range(0, num_new, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_new)
@@ -561,7 +568,10 @@ def _attend(
             visible.append((band & exists[:, None])[:, None].expand(-1, keys.shape[1], -1, -1))
         mask = torch.cat(visible, dim=-1)[:, :, None]  # [S, H, 1, block, keys]
         rows = grouped[:, :, :, begin:end]  # [S, H, group, block, D]
-        scores = (rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        scores = rows @ torch.cat(block_keys, dim=2)[:, :, None].transpose(-1, -2)
+        if added is not None:
+            scores[..., :most_slots] += added
+        scores = scores.masked_fill(~mask, -torch.inf)
         lse.append(scores.logsumexp(-1))
         if sinks is not None:
             lse[-1] = torch.logaddexp(lse[-1], sinks.float().view(1, *scores.shape[1:3], 1))

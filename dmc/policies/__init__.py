@@ -4,12 +4,14 @@ base.py             the interface of a policy: what it sees, returns and declare
 layer_attention.py  an attention layer without a policy: append the tokens, attend to all entries
 eviction.py         methods that score entries and evict some, and their execution
 scores.py           pooling of scores; budgets.py and merging.py: shares of layers and heads, fate of evicted entries
+repetition.py       methods that see how the model repeats the text: kvzip.py, attention_matching.py
 kvpop.py            one that is learned, with the scorer in delayed_scorer.py
 reading.py          methods that hold everything and read a part: omnikv.py, quest.py, infllm.py
 placement.py        entries of such a method on the device, or in the host's memory
 """
 
 from dmc.policies.adakv import AdaKV
+from dmc.policies.attention_matching import AttentionMatching
 from dmc.policies.base import CachePolicy, Entries, Rewrite
 from dmc.policies.cake import CAKE
 from dmc.policies.cam import CaM
@@ -39,6 +41,7 @@ __all__ = [
     "TOVA",
     "VATP",
     "AdaKV",
+    "AttentionMatching",
     "CaM",
     "CachePolicy",
     "Entries",

@@ -104,18 +104,18 @@ class CacheAttention:
                 attended = window_attention(query[where], layer, part, as_read(layer, new), window, scaling)
             self.cache.append_to_ring(self.backend, layer_index, part, new)
             if attended is None:
-                num_scores = self.whole_pages(window)
-                attended = self.attend_once(layer_index, part, query[where], scaling, num_scores=num_scores)
+                options: dict[str, Any] = {"num_scores": self.whole_pages(window), "bias": None}
+                attended = self.attend_once(layer_index, part, query[where], scaling, **options)
             return attended
 
         return self.by_part(batch.by_count, query, attend_part)
 
-    def finish(self, feed: Callable[[list[int], int, Any], None]) -> None:
+    def finish(self, feed: Callable[[list[int], int, int, CacheAttention], None]) -> None:
         """Finish the pass after its last layer, before memory is counted.
 
         Args:
-            feed: runs the model on given tokens from a given position once more, without logits; its layers call the
-                given object's `attend_plain` instead of the cache.
+            feed: runs the model once more, without logits, on given tokens of a cache row from a given position; what
+                attends then is the given object, and no layer keeps anything.
         """
 
     def by_phase(
@@ -161,7 +161,8 @@ class CacheAttention:
             return attended
         layer = self.cache.layer(layer_index)
         pages = layer.key_pages, layer.value_pages, layer.block_tables
-        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales, sinks=layer.sinks)
+        options = {"sinks": layer.sinks, "bias": layer.bias}
+        attended = self.backend.prefill_attention(query, *pages, batch, seen, scaling, layer.scales, **options)
         return attended
 
     def attend_once(self, layer_index: int, batch: ForwardBatch, query: Tensor, scaling: float, **options: Any) -> Any:
@@ -169,7 +170,7 @@ class CacheAttention:
         layer = self.cache.layer(layer_index)
         pages, options = (
             (layer.key_pages, layer.value_pages, layer.block_tables),
-            {"rows": batch.row_index, "sinks": layer.sinks, **options},
+            {"rows": batch.row_index, "sinks": layer.sinks, "bias": layer.bias, **options},
         )
         return self.backend.paged_attention(query, *pages, layer.lengths, scaling, scales=layer.scales, **options)
 

@@ -31,7 +31,7 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.request import Sequence
 from dmc.runtime.snapshot import Snapshot
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files; another one is refused."""
 DESCRIPTION_NAME, TENSORS_NAME = "cache.json", "cache.safetensors"
 PACKAGES = ("dmc-retrofit", "torch", "transformers")
@@ -43,7 +43,7 @@ UNRELATED = {
 TABLES = ("block_tables", "ring_tables")
 """Fields that are made anew."""
 ELEMENTS = 1024
-"""Elements of each weight that enter the fingerprint one by one, at least if it has as many."""
+"""Parts of each weight whose bits are summed for the fingerprint, if it has as many; an element of each enters too."""
 CHUNK = 2**24
 """Bytes of a file that are hashed together."""
 Result = TypeVar("Result")
@@ -196,21 +196,34 @@ def _options_of(policy: CachePolicy) -> dict[str, Any]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash the weights of a model where they are: of each the name, type and shape, the sum of its bits, and a sample.
+    """Hash the weights of a model where they are: of each the name, type and shape, sums of its bits, and a sample.
 
-    The sum changes with any single number, the sample shows which order they are in. Weights that have been offloaded
-    by hooks count by name and shape alone.
+    A part's sum changes with any single number, parts and sample show which order they are in. Weights that hooks have
+    offloaded are read for this.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())
-        if weight.is_meta:
+        if weight.is_meta and (weight := _offloaded(model, name)) is None:
             continue
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         bits = weight.detach().contiguous().flatten().view(kinds.get(weight.itemsize, torch.uint8))
-        sample = bits[:: max(1, bits.numel() // ELEMENTS)].long()
-        digest.update(torch.cat((bits.sum(dtype=torch.int64)[None], sample)).cpu().numpy().tobytes())
+        size = -(-bits.numel() // ELEMENTS) or 1
+        whole = bits[: bits.numel() // size * size]
+        sums = whole.view(-1, size).sum(-1, dtype=torch.int64), bits[len(whole) :].sum(dtype=torch.int64)[None]
+        digest.update(torch.cat((*sums, bits[::size].long())).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _offloaded(model: nn.Module, name: str) -> Tensor | None:
+    """Return a weight that accelerate's hooks keep in the host's memory or on disk, or None."""
+    owner, _, leaf = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if (weights := getattr(one, "weights_map", None)) is not None and leaf in weights:
+            found: Tensor = weights[leaf]
+            return found
+    return None
 
 
 def file_hash(path: Path) -> str:

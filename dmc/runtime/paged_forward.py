@@ -41,6 +41,7 @@ class PagedForward:
         batch: which tokens of which sequences; their RoPE tables are made here.
         rotary: position ids [1, n] -> cos, sin [1, n, D] with the borrowed neuron removed; None for stock models.
         rotate: turns queries, as `dmc.compression.rotate` does.
+        writes: whether layers keep what they are fed, beside what `attention` writes.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class PagedForward:
         batch: ForwardBatch,
         rotary: RotaryTables | None,
         rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate,
+        writes: bool = True,
     ) -> None:
-        self.cache, self.batch, self._rotate = cache, batch, rotate
+        self.cache, self.batch, self._rotate, self._writes = cache, batch, rotate, writes
         self._attention, self._rotary, self._num_attended = attention, rotary, 0
         if rotary is not None:
             positions = batch.extended(cache.layout.delay).positions
@@ -99,7 +101,7 @@ class PagedForward:
         decisions = flat(tokens.decisions)
         if compression is not None and compression.decisions == "fixed":
             decisions = fixed_decisions(batch.positions, compression.target_ratio)[:, None].expand_as(decisions)
-        if compression is not None and compression.decided_token == "previous":
+        if compression is not None and compression.decided_token == "previous" and self._writes:
             decisions = self._handed_back(place, decisions)
         new = NewTokens(flat(tokens.key), flat(tokens.value), decisions, flat(tokens.omega))
         query = self._rotate(flat(tokens.query), *batch.query_rotary)
@@ -151,7 +153,7 @@ class PagedForward:
         self._take_turn(layer_index)
         cache = self.cache
         place = cache.layout.places[layer_index] - cache.layout.num_paged_layers
-        return run_layer(run, hidden_states[0], self.batch, cache.fields, place, writes=True)[None]
+        return run_layer(run, hidden_states[0], self.batch, cache.fields, place, writes=self._writes)[None]
 
     def _take_turn(self, layer_index: int) -> None:
         if layer_index != self._num_attended:

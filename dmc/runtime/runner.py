@@ -223,11 +223,12 @@ class Runner:
         tally.count_last(many, self.cache.all_lengths, adds=False)
         return output.logits[0]
 
-    def _feed(self, tokens: list[int], first_position: int, paged_cache: Any) -> None:
+    def _feed(self, tokens: list[int], row: int, first_position: int, attention: CacheAttention) -> None:
         """See `CacheAttention.finish`."""
         device = self.cache.layout.device
-        positions = torch.arange(first_position, first_position + len(tokens), device=device)[None]
-        asked = {"position_ids": positions, "paged_cache": paged_cache, "use_cache": False, "logits_to_keep": 1}
+        batch = ForwardBatch([row], [first_position], [len(tokens)], device)
+        forward = PagedForward(self.cache, attention, batch, self._rotary, writes=False)
+        asked = {"position_ids": forward.position_ids, "paged_cache": forward, "use_cache": False, "logits_to_keep": 1}
         self._view(torch.tensor([tokens], device=device), **asked)
 
     def _check_place(self) -> None:

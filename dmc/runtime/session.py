@@ -147,6 +147,11 @@ class FrozenSession:
         return list(self._sequence.tokens)
 
     @property
+    def blocks_to_share(self) -> int:
+        """Blocks that a session which goes on from here takes beside those that it shares, at most, when it starts."""
+        return self._engine.cache.blocks_to_share(self._base.snapshot)  # type: ignore[no-any-return]
+
+    @property
     def is_lost(self) -> bool:
         """Whether its blocks are gone, by `close` or because a pass has failed: sessions compute its tokens again."""
         return self._base.snapshot is None

@@ -244,7 +244,7 @@ class LocalService:
             yield json.dumps(self._about(request.model) if request.model else models)
             return
         model = next(iter(self.worker.engines)) if request.model is None else request.model
-        engine, max_model_len = self._engine(model), self.worker.max_model_len.get(model, 0)
+        engine, max_model_len = self._engine(model), self.worker.max_model_len(model)
         if isinstance(request, TokenizeRequest):
             special = request.add_special_tokens
             tokens = await asyncio.to_thread(encode_prompt, request.prompt, engine, "prompt", special)
@@ -254,7 +254,7 @@ class LocalService:
             tokens = request.tokens and await asyncio.to_thread(encode_prompt, request.tokens, engine, "tokens")
             yield json.dumps({"prompt": await asyncio.to_thread(engine.tokenizer.decode, tokens)})
             return
-        num_carried = self._num_carried(request)
+        num_carried, max_model_len = self._num_carried(request), self.worker.max_model_len(model, request.cache_id)
         prompts = await asyncio.to_thread(encode_prompts, request, engine)
         lengths = [num_carried + len(prompt) for prompt in prompts]
         params = [sampling_params(request, length, engine, max_model_len) for length in lengths]
@@ -305,7 +305,7 @@ class LocalService:
         if engine.policy is not None:
             method = f"{type(engine.policy).__name__}, budget {budget_name(engine.policy.budget)}"
         return Model(id=model, object="model", created=self._created, owned_by="dmc").model_dump() | {
-            "max_model_len": self.worker.max_model_len[model],
+            "max_model_len": self.worker.max_model_len(model),
             "chat_template": bool(getattr(engine.tokenizer, "chat_template", None)),
             "about": method,
             "caches": {name: cache.num_tokens for name, cache in self.worker.caches[model].items()},

@@ -53,6 +53,8 @@ class ServedCache:
         self._engine, self._folder = engine, folder
         self._frozen = self._read()
         self.num_tokens = len(self._frozen.tokens)
+        self.blocks_to_share = self._frozen.blocks_to_share
+        """Blocks that a request which goes on from it needs for itself at first, at most."""
 
     def _read(self) -> FrozenSession:
         session = self._engine.load(self._folder)
@@ -126,7 +128,7 @@ class Worker:
             model: {name: ServedCache(engine, Path(folder)) for name, folder in caches.get(model, {}).items()}
             for model, engine in engines.items()
         }
-        self.max_model_len = {model: max_model_len(engine) for model, engine in engines.items()}
+        self._max_model_len = {model: max_model_len(engine, self.caches[model]) for model, engine in engines.items()}
         self.num_unfinished = dict.fromkeys(engines, 0)
         self.failure: BaseException | None = None
         """Error with which the thread has ended; None: it runs."""
@@ -138,6 +140,10 @@ class Worker:
         """Events that the event loop has not received yet."""
         self._job_ids, self._last_gauge_time = itertools.count(), 0.0
         self._thread = threading.Thread(target=self.run, name="engines", daemon=True)
+
+    def max_model_len(self, model: str, cache_id: str | None = None) -> int:
+        """Return the longest sequence that fits, of a plain request or of one that goes on from a carried cache."""
+        return self._max_model_len.get(model, {}).get(cache_id, 0)
 
     def start(self) -> None:
         """Start the thread."""
@@ -282,9 +288,21 @@ class Worker:
             job.events.put_nowait((job, event))  # type: ignore[union-attr]
 
 
-def max_model_len(engine: Engine) -> int:
-    """Return the length of the longest sequence that the model allows and the memory is expected to hold."""
+def max_model_len(engine: Engine, caches: Mapping[str, ServedCache]) -> dict[str | None, int]:
+    """Return the lengths of the longest sequences that the model allows and the memory is expected to hold.
+
+    Args:
+        engine: holds nothing but these caches.
+        caches: carried caches by name; they leave less room.
+    Returns:
+        By the cache that a request goes on from; None: it begins a text.
+    """
     cache, limit = engine.cache, context_length(engine.model.config)
-    if cache.grows:
-        return limit
-    return bisect.bisect_right(range(1, limit + 1), cache.allocator.num_blocks, key=cache.blocks_for)
+    longest: dict[str | None, int] = dict.fromkeys((None, *caches), limit)
+    if not cache.grows:
+        left = cache.allocator.num_blocks - cache.allocator.num_in_use
+        longest[None] = bisect.bisect_right(range(1, limit + 1), left, key=cache.blocks_for)
+        for name, carried in caches.items():
+            new, room = range(1, limit + 1 - carried.num_tokens), left - carried.blocks_to_share
+            longest[name] = carried.num_tokens + bisect.bisect_right(new, room, key=cache.blocks_for)
+    return longest

@@ -30,6 +30,7 @@ def test_runs_are_planned_seed_by_seed_each_with_its_command():
     [
         ({"runs": {"merge": []}}, r"has no 'control'"),
         ({"only": ["merg"]}, r"only=\['merg'\]: expected some of control, merge"),
+        ({"further": {"merg": ["full"]}}, r"further=\['merg'\]: expected some of control, merge"),
         ({"processes": 0}, "processes=0"),
         ({"seeds": []}, r"seeds=\[\]"),
         ({"budgets": [4, "bytes:merg"]}, "bytes:merg: expected one of the runs control, merge"),

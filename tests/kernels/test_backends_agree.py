@@ -93,6 +93,21 @@ def test_paged_attention_agrees_with_permuted_rows_recent_tokens_and_scores(
     assert torch.equal(narrow_out, out) and torch.equal(narrow, scores[..., :longest].contiguous())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_of_slots_agrees(backend: ModuleType, dtype: torch.dtype) -> None:
+    key, value, tables = random_pages((3, 2), 3, 16, dtype)
+    bias, query = 3 * noise(*key.shape[:2], seed=9), noise(3, 4, HEAD_DIM, seed=3, dtype=dtype)
+    raw = (noise(12, 2, HEAD_DIM, seed=seed, dtype=dtype) for seed in (4, 5))
+    options = {"recent": Recent(*raw, torch.arange(12) > 1), "bias": bias, "return_scores": True, "num_scores": 48}
+    out, scores = backend.paged_attention(query, key, value, tables, ragged_lengths(16), 0.3, **options)
+    wanted, probabilities = reference.paged_attention(query, key, value, tables, ragged_lengths(16), 0.3, **options)
+    assert_agree(out, wanted, dtype)
+    assert_agree(scores, probabilities, torch.float32)
+    batch, slots = ForwardBatch([2, 1], [0, 0], [5, 20]), torch.arange(25)[:, None].expand(-1, 2).int()
+    given = noise(25, 4, HEAD_DIM, seed=3, dtype=dtype), key, value, tables, batch, VisibleKeys(slots), 0.3
+    assert_agree(backend.prefill_attention(*given, bias=bias), reference.prefill_attention(*given, bias=bias), dtype)
+
+
 def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:
     pages = random_pages((1, 2), 40, 64, torch.float32)
     query, lengths = noise(1, 4, HEAD_DIM, seed=3), torch.tensor([[2560, 700]], dtype=torch.int32)

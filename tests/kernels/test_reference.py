@@ -26,7 +26,12 @@ def random_pages(lengths: torch.Tensor, capacity: int, seed: int = 0) -> tuple[t
 
 
 def naive_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch, query_heads, _ = query.shape
     group = query_heads // lengths.shape[1]
@@ -37,9 +42,8 @@ def naive_attention(
             scores, values = [], []
             for slot in range(int(lengths[row, kv_head])):
                 block = int(tables[row, kv_head, slot // BLOCK])
-                scores.append(
-                    float(query[row, head].double() @ key[block, slot % BLOCK].double()) / math.sqrt(HEAD_DIM)
-                )
+                score = float(query[row, head].double() @ key[block, slot % BLOCK].double()) / math.sqrt(HEAD_DIM)
+                scores.append(score if bias is None else score + float(bias[block, slot % BLOCK]))
                 values.append(value[block, slot % BLOCK].double())
             if scores:
                 weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
@@ -52,10 +56,11 @@ def test_paged_attention_equals_loops_over_slots_at_every_page_boundary(group: i
     lengths = torch.tensor([[1, 0, 15], [16, 17, 31], [32, 33, 48]], dtype=torch.int32)
     key, value, tables = random_pages(lengths, capacity=3)
     query = torch.randn(3, 3 * group, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    out = paged_attention(query, key, value, tables, lengths, HEAD_DIM**-0.5)
-    expected = naive_attention(query, key, value, tables, lengths)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
-    assert not out[0, group : 2 * group].any()
+    for bias in (None, torch.randn(key.shape[:2], generator=torch.Generator().manual_seed(2))):
+        out = paged_attention(query, key, value, tables, lengths, HEAD_DIM**-0.5, bias=bias)
+        expected = naive_attention(query, key, value, tables, lengths, bias)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
+        assert not out[0, group : 2 * group].any()
 
 
 def test_a_batch_of_empty_heads_gives_zeros() -> None:

@@ -211,7 +211,8 @@ def test_decode_deals_heads_of_very_different_lengths_out_in_equal_runs(
         place, [lengths[i : i + 2] for i in range(0, 18, 2)], group=3, head_dim=16, delay=delay, block_size=16
     )
     sinks = torch.randn(6, generator=generator).to(*place) if num_programs == 5 else None
-    options = {"recent": recent, "return_scores": True, "num_scores": 1301, "sinks": sinks}
+    bias = None if sinks is None else torch.randn(tensors[1].shape[:2], generator=generator).to(place[0])
+    options = {"recent": recent, "return_scores": True, "num_scores": 1301, "sinks": sinks, "bias": bias}
     actual = kernels.paged_attention(*tensors, 0.2, **options)
     wanted = reference.paged_attention(*tensors, 0.2, **options)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=TOLERANCES[place[1]])
@@ -245,9 +246,11 @@ def test_prefill_equals_the_reference_chunk_by_chunk(settings: dict | None, plac
         seen = reference.append_or_merge(layer, batch, tokens, config)
         tensors = query, layer.key_pages, layer.value_pages, layer.block_tables, batch, seen
         sinks = None if config is None else torch.randn(6, generator=generator)
-        wanted = reference.prefill_attention(*tensors, 0.2, sinks=sinks)
+        bias = None if config is None else torch.randn(layer.key_pages.shape[:2], generator=generator)
+        wanted = reference.prefill_attention(*tensors, 0.2, sinks=sinks, bias=bias)
         given = [copy_to(tensor, device) for tensor in tensors]
-        actual = kernels.prefill_attention(*given, 0.2, sinks=None if sinks is None else sinks.to(device))
+        options = {name: copy_to(tensor, device) for name, tensor in (("sinks", sinks), ("bias", bias))}
+        actual = kernels.prefill_attention(*given, 0.2, **options)
         torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=TOLERANCES[dtype])
 
 

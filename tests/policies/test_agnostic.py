@@ -79,7 +79,9 @@ def test_lots_are_drawn_for_each_head_and_differ_with_the_seed(make_stock, make_
     assert (kept[0].slots == 100).all() and 180 < everywhere.mean() < 220
 
 
-@pytest.mark.parametrize("name", ["AdaKV", "ExpectedAttention", "KVzip", "LAVa", "PyramidKV", "SnapKV"])
+@pytest.mark.parametrize(
+    "name", ["AdaKV", "AttentionMatching", "ExpectedAttention", "KVzip", "LAVa", "PyramidKV", "SnapKV"]
+)
 @pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
 def test_memory_is_counted_when_the_prompt_has_been_compressed(name, make_stock, make_prompts):
     engine = Engine(make_stock(), policy=getattr(policies, name)(budget=Budget(ratio=8)))

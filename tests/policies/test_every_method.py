@@ -46,6 +46,10 @@ OPTIONS = {
         {"sinks": 0, "future": 7, "epsilon": 0.0},
         {"covariance": False, "alpha_f": 1.0, "sinks": 9},
     ],
+    ("AttentionMatching", 3): [
+        {"chunk": 10, "lead": 3, "instruction": (4, 8, 15), "queries": 5, "bias_bound": 0.5},
+        {"sinks": 0, "ridge": 0.1, "head_budget": "equal"},
+    ],
     ("KVzip", 3): [{"chunk": 10, "lead": 3, "instruction": (4, 8, 15)}, {"sinks": 0, "chunk": 1, "lead": 0}],
 }
 

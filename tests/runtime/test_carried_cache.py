@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from runtime.test_laws import TOLERANCE, layers_of, of
 from runtime.test_prefix_cache import count_fed
 from runtime.test_recurrent import recurrent
@@ -19,7 +20,7 @@ from dmc.runtime.carried_cache import file_hash, fingerprint
 
 METHODS = ["full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "query for the previous, drop, delay 5"]
 METHODS += ["fixed, window, delay 4", "H2O", "H2O, protected", "SnapKV", "StreamingLLM, rerotate", "CAKE", "D2O"]
-METHODS += ["KVzip", "merge, SnapKV", "drop, delay 4, AdaKV", "OmniKV", "Quest"]
+METHODS += ["KVzip", "merge, SnapKV", "drop, delay 4, AdaKV", "AttentionMatching", "OmniKV", "Quest"]
 """One for each kind of state that is carried."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "full cache": [{"kv_cache_dtype": "int8"}, {"prefix_cache": True}, {"block_size": 32, "prefill_chunk_size": 7}],
@@ -160,9 +161,9 @@ def test_what_is_damaged_is_refused_in_one_line(make_stock, make_prompts, tmp_pa
         assert "is damaged or cut off" in refusal()
     description.write_text(said[:-30])
     assert "is damaged, or is no JSON file" in refusal()
-    description.write_text(json.dumps({**values, "format": 2}))
-    assert "has format 2, expected 1: save the session again" in refusal()
-    description.write_text(json.dumps({"format": 1}))
+    description.write_text(json.dumps({**values, "format": 3}))
+    assert "has format 3, expected 2: save the session again" in refusal()
+    description.write_text(json.dumps({"format": 2}))
     assert "is missing" in refusal()
     description.unlink()
     assert "holds no cache that this engine could load: there is no cache.json" in refusal(FileNotFoundError)
@@ -258,6 +259,16 @@ def test_a_model_from_a_folder_is_the_one_that_was_written(folders, make_compres
     folder = saved(Engine(built), make_prompts(40)[0], tmp_path / "cache")
     with Engine(read, memory=2**20, max_batch_size=3).load(folder) as session:
         assert len(session.tokens) == 40
+
+
+def test_weights_that_are_offloaded_tell_models_apart(make_stock):
+    prints = []
+    for seed in (0, 0, 1):
+        model = make_stock(seed=seed)
+        cpu_offload(model, torch.device("cpu"))
+        assert all(weight.is_meta for weight in model.parameters())
+        prints.append(fingerprint(model))
+    assert prints[0] == prints[1] == fingerprint(make_stock()) != prints[2]
 
 
 @pytest.mark.parametrize("method", ["full cache", "merge", "drop, delay 4", "H2O", "merge, SnapKV"])

@@ -61,6 +61,7 @@ POLICIES = {
     "LAVa": policies.LAVa(budget=QUARTER),
     "ExpectedAttention": policies.ExpectedAttention(budget=QUARTER, future=40),
     "KVzip": policies.KVzip(budget=QUARTER, sinks=2, chunk=11, lead=3, instruction=[5, 9]),
+    "AttentionMatching": policies.AttentionMatching(budget=QUARTER, sinks=2, chunk=11, queries=20, instruction=[5, 9]),
     "KVpop": policies.KVpop(budget=QUARTER, scorer=write_scorer(Path(FOLDER.name) / "scorer")),
     "Random": policies.Random(budget=QUARTER),
     "Marked": policies.Marked(budget=QUARTER, markers=[3, 20, 21, 60], behind=[1, 2]),
@@ -72,6 +73,8 @@ BOTH = {
     "merge, SnapKV": ({}, policies.SnapKV(budget=QUARTER, window=3)),
     "merge, exact, PyramidKV": ({"window_size": None}, policies.PyramidKV(budget=QUARTER, window=3)),
     "merge, delay 4, LAVa": ({"delay": 4}, policies.LAVa(budget=Budget(ratio=2.5), window=3)),
+    "merge, exact, AttentionMatching": ({"window_size": None}, policies.AttentionMatching(budget=Budget(ratio=2.5))),
+    "drop, delay 4, AttentionMatching": ({"action": "drop", "delay": 4}, policies.AttentionMatching(budget=QUARTER)),
     "drop, delay 4, AdaKV": ({"action": "drop", "delay": 4}, policies.AdaKV(budget=Budget(tokens=12), window=3)),
 }
 """Gates decide token by token, the policy when the prompt ends."""
@@ -228,7 +231,13 @@ def test_entries_are_what_the_budget_says_at_every_step(method, model, policy, m
     attention.backend = SimpleNamespace(**{**vars(backend), "paged_attention": paged_attention})
     prompts = make_prompts(*LENGTHS, 60)
     requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
-    adaptive = policy.adapts_layers or method in ("PyramidKV", "AdaKV", "ExpectedAttention", "KVzip")
+    adaptive = policy.adapts_layers or method in (
+        "PyramidKV",
+        "AdaKV",
+        "ExpectedAttention",
+        "KVzip",
+        "AttentionMatching",
+    )
     while any(request.generation is None for request in requests):
         most_attended.clear()
         engine.step()

@@ -125,3 +125,25 @@ def test_a_cache_without_room_is_named_when_the_server_starts(tmp_path: Path) ->
     small = Engine(model, memory=engine.cache.block_bytes * 8)
     with pytest.raises(ValueError, match=r"no room for the 100 tokens of .*long beside what it holds already; give"):
         Worker({"own": small}, 4, caches={"own": {"corpus": str(tmp_path / "long")}})
+
+
+def test_carried_caches_leave_less_room_for_plain_requests_than_for_those_that_go_on_from_them(tmp_path: Path) -> None:
+    model = build_stock(vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=512)
+    text = list(range(3, 103))
+    whole = Engine(model)
+    heads = whole.cache.layout.num_layers * whole.cache.layout.num_kv_heads
+    with whole.session() as session:
+        session.feed(text)
+        whole.save(session, tmp_path / "corpus")
+    engine = Engine(model, memory=whole.cache.block_bytes * heads * (7 + 3))  # three blocks of each head are left
+    worker = Worker({"own": engine}, 4, caches={"own": {"corpus": str(tmp_path / "corpus")}})
+    plain, carried = worker.max_model_len("own"), worker.max_model_len("own", "corpus")
+    assert (plain, carried) == (48, 132)
+    frozen = worker.caches["own"]["corpus"]
+    for prompt, longest, session in ((text[:40], plain, None), (text[:20], carried - len(text), frozen.session())):
+        params = SamplingParams(max_new_tokens=longest - len(prompt), temperature=0, ignore_eos=True)
+        request = engine.submit(prompt, params, session)
+        engine.run([request])
+        assert request.generation is not None and request.generation.finish_reason == "length"
+        assert request.sequence.num_preemptions == 0 and not frozen._frozen.is_lost
+    assert worker.max_model_len("nobody") == 0

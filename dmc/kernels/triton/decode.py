@@ -70,6 +70,7 @@ def paged_attention(
     num_scores: int | None = None,
     chunk_ends: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.paged_attention`; there is no host sync."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -101,6 +102,7 @@ def paged_attention(
             key_pages,
             value_pages,
             *(scales or (None, None)),
+            bias,
             block_tables.contiguous(),
             lengths,
             chunk_ends,
@@ -195,6 +197,7 @@ def _attend_kernel(
     value_pages,
     key_scales,
     value_scales,
+    bias,
     block_tables,
     lengths,
     chunk_ends,
@@ -280,6 +283,7 @@ def _attend_kernel(
                 acc,
                 key_scales,
                 value_scales,
+                bias,
                 place,
                 held,
             )
@@ -295,7 +299,19 @@ def _attend_kernel(
                 key = load_rows(recent_key, place, exists, channel, HEAD_DIM)
                 value = load_rows(recent_value, place, exists, channel, HEAD_DIM)
                 _, peak, sum_of_weights, acc = attend_tile(
-                    queries, key, value, exists[None, :], scaling, peak, sum_of_weights, acc, None, None, place, exists
+                    queries,
+                    key,
+                    value,
+                    exists[None, :],
+                    scaling,
+                    peak,
+                    sum_of_weights,
+                    acc,
+                    None,
+                    None,
+                    None,
+                    place,
+                    exists,
                 )
 
         sum_of_weights = tl.where(sum_of_weights > 0, sum_of_weights, 1.0)  # of a head without slots

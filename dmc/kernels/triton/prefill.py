@@ -45,6 +45,7 @@ def prefill_attention(
     scales: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `dmc.kernels.reference.prefill_attention`."""
     assert key_pages.is_contiguous() and value_pages.is_contiguous()
@@ -70,6 +71,7 @@ def prefill_attention(
             key_pages,
             value_pages,
             *(scales or (None, None)),
+            bias,
             block_tables.contiguous(),
             seen.slots.contiguous(),
             batch.row_index,
@@ -114,6 +116,7 @@ def _prefill_kernel(
     value_pages,
     key_scales,
     value_scales,
+    bias,
     block_tables,
     slots,
     cache_rows,
@@ -169,7 +172,7 @@ def _prefill_kernel(
         value = load_rows(value_pages, place * HEAD_DIM, held, channel, HEAD_DIM)
         visible = slot[None, :] < seen[:, None]
         _, peak, total, acc = attend_tile(
-            packed, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, place, held
+            packed, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, bias, place, held
         )
     if top_key is not None:
         has_top = tl.load(top_exists + token, mask=asks, other=0) != 0
@@ -189,7 +192,7 @@ def _prefill_kernel(
             in_band = (other[None, :] >= index[:, None]) & (other[None, :] < index[:, None] + delay)
             visible = in_band & exists[None, :]
             _, peak, total, acc = attend_tile(
-                packed, key, value, visible, scaling, peak, total, acc, None, None, place, exists
+                packed, key, value, visible, scaling, peak, total, acc, None, None, None, place, exists
             )
 
     acc /= tl.where(total > 0, total, 1.0)[:, None]

@@ -24,14 +24,17 @@ def tile_warps(row_bytes: int) -> int:
 
 
 @triton.jit
-def attend_tile(query, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, place, held):
+def attend_tile(query, key, value, visible, scaling, peak, total, acc, key_scales, value_scales, bias, place, held):
     """Update (peak, total, acc) of the queries [rows] with a tile of keys; also return its scores [rows, keys].
 
     Factors of 8-bit keys and values, or None, lie at `place` [keys] where `held`; they meet the scores and the weights.
+    So does what is added to the scores, or None.
     """
     scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scaling
     if key_scales is not None:
         scores *= tl.load(key_scales + place, mask=held, other=0.0)[None, :]
+    if bias is not None:
+        scores += tl.load(bias + place, mask=held, other=0.0)[None, :] * 1.4426950408889634
     scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf while nothing is visible

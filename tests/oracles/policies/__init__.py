@@ -2,7 +2,7 @@
 
 from oracles.decoder import Decoder
 
-from .agnostic import ExpectedAttention, KVzip
+from .agnostic import AttentionMatching, ExpectedAttention, KVzip
 from .base import Trace as Trace
 from .cake import CAKE
 from .d2o import D2O
@@ -18,7 +18,7 @@ from .tova import TOVA
 from .window import LocalWindow, StreamingLLM
 
 EVICTING = (LocalWindow, StreamingLLM, H2O, TOVA, SnapKV, PyramidKV, AdaKV, CAKE, VATP, RoCo, CaM, LAVa, D2O)
-EVICTING += (ExpectedAttention, KVzip, KVpop)
+EVICTING += (ExpectedAttention, KVzip, AttentionMatching, KVpop)
 READING = (OmniKV, Quest, InfLLM)
 METHODS = {method.__name__: method for method in EVICTING + READING}
 

@@ -1,8 +1,10 @@
-"""Expected Attention (arXiv:2510.00636) and KVzip (arXiv:2505.23416): what stays does not depend on a question."""
+"""Expected Attention (arXiv:2510.00636), KVzip (2505.23416), Attention Matching (2602.16284): question-agnostic."""
 
 import math
 
+import numpy as np
 import torch
+from scipy.optimize import lsq_linear
 
 from .base import Method
 from .choices import highest
@@ -67,21 +69,30 @@ class KVzip(Method):
         return super().feed_prompt(prompt)
 
     def after_prompt(self, layers):
-        capacity, length = self.limit(self.prompt_length), self.prompt_length
-        if length <= capacity:
+        capacity = self.limit(self.prompt_length)
+        if self.prompt_length <= capacity:
             return
+        self.repeat(layers)
+        self.keep(layers, self.best, capacity)
+
+    def repeat(self, layers):
+        """Feed the prompt again; `best` is the highest attention to each of its positions, by layer and head."""
+        length = self.prompt_length
         self.best = [[[0.0] * length for _ in layer.heads] for layer in layers]
         for begin in range(0, length, self.chunk):
             self.concerned = range(begin, min(begin + self.chunk, length))
             again = self.instruction + self.prompt[max(0, begin - self.lead) : self.concerned.stop]
             self.decoder.feed(again, length, self.attend_again)
+
+    def keep(self, layers, every_score, capacity):
+        """Keep the entries of the highest scores, by layer and head, of the whole model."""
         flat = [
             math.inf if position < self.sinks else score
-            for layer, heads in zip(layers, self.best, strict=True)
+            for layer, heads in zip(layers, every_score, strict=True)
             for entries, scores in zip(layer.heads, heads, strict=True)
             for position, score in enumerate(self.guarded(scores, entries, capacity))
         ]
-        kept = set(highest(flat, capacity * sum(len(heads) for heads in self.best)))
+        kept = set(highest(flat, capacity * sum(len(layer.heads) for layer in layers)))
         order = iter(range(len(flat)))
         for layer in layers:
             layer.heads = [[entry for entry in entries if next(order) in kept] for entries in layer.heads]
@@ -107,3 +118,76 @@ class KVzip(Method):
 
     def after_step(self, layer):
         """Hold the new entry too."""
+
+
+class AttentionMatching(KVzip):
+    """Kept keys get biases by bounded least squares on attention mass, and values by least squares on outputs."""
+
+    def __init__(self, budget, queries=1024, bias_bound=3.0, ridge=1e-3, head_budget="pooled", **options):
+        super().__init__(budget, **options)
+        self.queries, self.bias_bound, self.ridge, self.head_budget = queries, bias_bound, ridge, head_budget
+
+    def after_prompt(self, layers):
+        capacity = self.limit(self.prompt_length)
+        if self.prompt_length <= capacity:
+            return
+        self.gathered = [[[] for _ in layer.heads] for layer in layers]
+        self.repeat(layers)  # queries and the sums of exp of their scores
+        blocks = [[self.matched_of(entries, capacity) for entries in layer.heads] for layer in layers]
+        attention = [
+            [
+                torch.stack([(query @ torch.stack([e.key for e in block]).T).exp() / total for query, total in queries])
+                for queries, block in zip(*of_layer, strict=True)
+            ]
+            for of_layer in zip(self.gathered, blocks, strict=True)
+        ]
+        scores = []
+        for layer, *of_layer in zip(layers, blocks, attention, strict=True):
+            scores.append([])
+            for entries, block, of_head in zip(layer.heads, *of_layer, strict=True):
+                rms = of_head.square().mean(0).sqrt().tolist()
+                by_position = {entry.position: score for entry, score in zip(block, rms, strict=True)}
+                scores[-1].append([by_position.get(entry.position, math.inf) for entry in entries])
+        if self.head_budget == "equal":
+            for layer, of_layer in zip(layers, scores, strict=True):
+                layer.heads = [
+                    [entries[number] for number in highest(of_head, capacity)]
+                    for entries, of_head in zip(layer.heads, of_layer, strict=True)
+                ]
+        else:
+            self.keep(layers, scores, capacity)
+        for layer, *of_layer in zip(layers, blocks, attention, strict=True):
+            for entries, block, of_head in zip(layer.heads, *of_layer, strict=True):
+                kept = {entry.position for entry in entries}
+                staying = [number for number, entry in enumerate(block) if entry.position in kept]
+                if 0 < len(staying) < len(block):
+                    self.match(block, staying, of_head)
+
+    def matched_of(self, entries, capacity):
+        protected = self.protected(entries, capacity)
+        return [e for number, e in enumerate(entries) if e.position >= self.sinks and number not in protected]
+
+    def match(self, block, staying, attention):
+        values, attention = torch.stack([entry.value for entry in block]).numpy(), attention.numpy()
+        part, unit, whole = attention[:, staying], np.eye(len(staying)), attention.sum(-1)
+        pull = math.sqrt(self.ridge * np.square(part).sum(0).mean())
+        wanted = np.concatenate((whole, pull * np.ones(len(staying))))
+        bounds = math.exp(-self.bias_bound), math.exp(self.bias_bound)
+        weights = lsq_linear(np.vstack((part, pull * unit)), wanted, bounds, method="bvls", tol=1e-14).x
+        shares = part * weights / (1 - whole + part @ weights)[:, None]
+        pull = math.sqrt(self.ridge * np.square(shares).sum(0).mean())
+        wanted = np.vstack((attention @ values, pull * values[staying]))
+        fitted = np.linalg.lstsq(np.vstack((shares, pull * unit)), wanted, rcond=None)[0]
+        for number, weight, value in zip(staying, weights, fitted, strict=True):
+            block[number].bias, block[number].value = math.log(weight), torch.tensor(value)
+
+    def attend_again(self, index, query, key, value, first):
+        places, every = torch.arange(first, first + query.shape[1]), -(-self.prompt_length // self.queries)
+        for head, gathered in enumerate(self.gathered[index]):
+            new = self.decoder.rotate(key[head], places)
+            keys = torch.cat((torch.stack([entry.key for entry in self.layers[index].heads[head]]), new))
+            for queries in self.decoder.rotate(self.queries_of(query, head), places) * self.decoder.scaling:
+                for number in range(0, len(queries), every):
+                    seen = keys[: len(keys) - len(queries) + number + 1]
+                    gathered.append((queries[number], (seen @ queries[number]).exp().sum()))
+        return super().attend_again(index, query, key, value, first)

@@ -24,6 +24,7 @@ class Entry:
     received: Tensor
     squared: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     num_queries: int = 0
+    bias: float = 0.0
 
     @property
     def mean_received(self):
@@ -138,7 +139,8 @@ class Method:
         for head, readable in enumerate(self.read(layer, rotated)):
             entries = [layer.heads[head][number] for number in readable]
             keys = torch.stack([entry.key for entry in entries])
-            weights = (self.queries_of(rotated, head) @ keys.T * self.decoder.scaling).softmax(-1)
+            bias = torch.tensor([entry.bias for entry in entries], dtype=torch.float64)
+            weights = (self.queries_of(rotated, head) @ keys.T * self.decoder.scaling + bias).softmax(-1)
             outputs.append(weights @ torch.stack([entry.value for entry in entries]))
             layer.weights.append(weights[:, None])
             for column, entry in enumerate(entries):
