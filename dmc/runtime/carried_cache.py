@@ -31,7 +31,7 @@ from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.request import Sequence
 from dmc.runtime.snapshot import Snapshot
 
-FORMAT = 2
+FORMAT = 1
 """Version of the files; another one is refused."""
 DESCRIPTION_NAME, TENSORS_NAME = "cache.json", "cache.safetensors"
 PACKAGES = ("dmc-retrofit", "torch", "transformers")
