@@ -297,9 +297,9 @@ CHECKS: dict[str, tuple[Callable[[Place], Rows], int]] = {
     "training": (check_training, 80),
     "kernels": (check_kernels, 75),
     "speed": (check_speed, 120),
-    "vllm": (check_vllm, 240),
+    "vllm": (check_vllm, 900),
 }
-"""What measures each part, and after how many seconds it is ended: less than 13 minutes together, 9 without vLLM."""
+"""What measures each part, and after how many seconds it is ended: less than 24 minutes together, 9 without vLLM."""
 
 
 def parts_of(device: str, is_tiny: bool) -> dict[str, Part]:

@@ -35,6 +35,8 @@ def opened(folder: Path, place: Any, **options: Any) -> Iterator[LLMEngine]:
     if place.device == "cpu":  # the wheel for GPUs lacks what vLLM's CPU platform needs
         sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
         options |= {"worker_cls": "cpu_vllm.Worker", "block_size": 16}
+    else:
+        options["gpu_memory_utilization"] = 0.3  # must be free; the bytes of the cache are given
     engine = LLMEngine.from_engine_args(
         EngineArgs(str(folder), skip_tokenizer_init=True, disable_log_stats=True, **options)
     )

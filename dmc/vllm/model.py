@@ -70,7 +70,8 @@ class DMCForCausalLM(nn.Module):
         model.load_state_dict(stored, strict=False, assign=True)
         model.tie_weights()
         fill_buffers(model, device)
-        self._open_cache(vllm)
+        if not hasattr(self, "cache"):
+            self._open_cache(vllm)
         return {f"causal_lm.{name}" for name in (*stored, *(model.all_tied_weights_keys or ()))}
 
     def _open_cache(self, vllm: VllmConfig) -> None:
@@ -78,17 +79,12 @@ class DMCForCausalLM(nn.Module):
         layout, block_size = model_view.layout_of(model), vllm.cache_config.block_size
         assert layout.compression is not None
         slots = math.gcd(PAGE_SLOTS, block_size)
-        self.cache = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, slots)
+        self.cache = WorkerCache(layout, vllm.scheduler_config.max_num_seqs, slots, vllm.model_config.max_model_len)
         spec = HeapSpec(
-            block_size=block_size,
-            num_kv_heads=layout.num_layers * layout.num_kv_heads,
-            head_size=layout.head_dim,
-            dtype=layout.dtype,
-            ratio=layout.compression.target_ratio,
-            delay=layout.delay,
-            step_tokens=vllm.scheduler_config.max_num_batched_tokens,
-            page_slots=slots,
-        )
+            block_size=block_size, num_kv_heads=layout.num_layers * layout.num_kv_heads, head_size=layout.head_dim,
+            dtype=layout.dtype, ratio=layout.compression.target_ratio, delay=layout.delay,
+            step_tokens=vllm.scheduler_config.max_num_batched_tokens, page_slots=slots,
+        )  # fmt: skip
         vllm.compilation_config.static_forward_context[LAYER_NAME] = CacheLayer(self.cache, spec)
         backend = choose_backend("auto", layout.dtype, layout.head_dim, slots, layout.device)
         self._attention = CacheAttention(cast(Any, self.cache), backend)

@@ -11,6 +11,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.families import FAMILIES
+from dmc.models.tensor_parallel import check_divides
 from dmc.models.weights import check_weights
 
 logger = init_logger(__name__)
@@ -49,7 +50,7 @@ def check_model(vllm_config: VllmConfig) -> None:
 
     Raises:
         NotImplementedError: a layer has a window, or no attention.
-        RuntimeError: see `check_weights`.
+        RuntimeError: see `check_divides`, `check_weights`.
     """
     config = vllm_config.model_config.hf_config
     if other := [index for index, window in enumerate(layer_windows(config)) if window is not None]:
@@ -58,6 +59,7 @@ def check_model(vllm_config: VllmConfig) -> None:
             "served in vLLM: use dmc's engine"
         )
     try:
+        check_divides(config, vllm_config.parallel_config.tensor_parallel_size)
         check_weights(vllm_config.model_config.model)
     except (ValueError, FileNotFoundError) as error:
         raise RuntimeError(str(error)) from None  # a ValueError would be wrapped into lines of vLLM's own
@@ -78,7 +80,9 @@ def check_settings(vllm_config: VllmConfig) -> None:
         "LoRA": vllm_config.lora_config is not None,
         f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype != "auto",
         f"quantization={quantization!r}": quantization is not None,
-        "a kv_connector of your own": vllm_config.kv_transfer_config is not None,
+        "a kv_connector of your own": bool(vllm_config.kv_transfer_config or cache.kv_offloading_size),
+        "prompt embeddings": vllm_config.model_config.enable_prompt_embeds,
+        "load_format='dummy'": vllm_config.load_config.load_format == "dummy",
     }
     for name in itertools.compress(refused, refused.values()):
         raise NotImplementedError(f"a model with learned gates is not served with {name}: leave it out")

@@ -122,7 +122,7 @@ class HeapManager(SingleTypeKVCacheManager):
             if held is None or not held.learn(step, num_pages):
                 continue  # it ended, or began again, since
             if not held.trimmed and held.reported_tokens >= held.prompt > 0:
-                held.trimmed, blocks = True, self.req_to_blocks[request_id]
+                held.trimmed, held.expected, blocks = True, 0, self.req_to_blocks[request_id]
                 kept = max(self._needed(held, held.num_tokens), 1)
                 spare = blocks[kept:]
                 del blocks[kept:]

@@ -29,12 +29,14 @@ class WorkerCache:
         layout: shape of this rank's cache, without windows or a policy.
         max_sequences: requests that run at the same time at most.
         block_size: slots of a page.
+        max_tokens: length of a request that tables have room for; beyond it they grow.
     """
 
-    def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int) -> None:
+    def __init__(self, layout: CacheLayout, max_sequences: int, block_size: int, max_tokens: int) -> None:
         self.layout, self.block_size, self._device = layout, block_size, layout.device
         fields = [field for field in layout.fields if field.per == "row" and field.num_layers != 0]
         self.fields = FieldStore(fields, layout.num_layers, max_sequences, 0, block_size, layout.device)
+        self.fields.widen("block_tables", -(-max_tokens // block_size))
         self._free_rows = list(range(max_sequences))[::-1]
         self._rows: dict[str, int] = {}
         self._layers: dict[int, LayerCache] = {}
@@ -104,7 +106,7 @@ class WorkerCache:
         """Find the rows of a step's sequences, and make tables wide enough; see `AttentionStep`."""
         longest = max(begin + new for begin, new in zip(most, num_new, strict=True))
         if (wanted := -(-longest // self.block_size)) > self.block_tables.shape[-1]:
-            self.fields.widen("block_tables", max(wanted, 2 * self.block_tables.shape[-1]))
+            self.fields.widen("block_tables", wanted)
             self._layers.clear()
         return ForwardBatch.of_device(num_new, most, self.row_of_block[first_blocks], begins)
 
@@ -132,14 +134,10 @@ class WorkerCache:
         if index not in self._layers:
             names = self.fields.names("row")
             self._layers[index] = LayerCache(
-                key_pages=self.key_pages,
-                value_pages=self.value_pages,
-                free_blocks=self.free_pages[:-1],
-                num_free=self.num_free,
-                sinks=self._sinks.get(index),
-                entry_metadata={},
+                key_pages=self.key_pages, value_pages=self.value_pages, free_blocks=self.free_pages[:-1],
+                num_free=self.num_free, sinks=self._sinks.get(index), entry_metadata={},
                 **{name: self.fields[name][index] for name in names},
-            )
+            )  # fmt: skip
         return self._layers[index]
 
     def set_sinks(self, index: int, sinks: Tensor | None) -> None:

@@ -181,6 +181,8 @@ REFUSED = {
     "context parallelism": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "kv_cache_dtype='fp8'": {"kv_cache_dtype": "fp8"},
     "quantization='fp8'": {"quantization": "fp8"},
+    "prompt embeddings": {"enable_prompt_embeds": True},
+    "load_format='dummy'": {"load_format": "dummy"},
     "a kv_connector of your own": {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
 }
 """What is named by the one line, and what is asked for."""

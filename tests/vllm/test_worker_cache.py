@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, model, backend):
         layout = model_view.layout_of(model)
-        self.cache, self.model = WorkerCache(layout, MOST, SLOTS), model
+        self.cache, self.model = WorkerCache(layout, MOST, SLOTS, max_tokens=8), model
         lanes = layout.num_layers * layout.num_kv_heads
         size = NUM_BLOCKS, lanes, 2 * SLOTS, 2 * layout.head_dim  # a block has two pages of each head
         self.cache.bind_pages(torch.zeros(size, device=layout.device))
