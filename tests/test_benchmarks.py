@@ -26,6 +26,7 @@ def test_every_program_is_tried():
         "gpu_check",
         "parity",
         "compiled_kernels",
+        "vllm_check",
     }
 
 
