@@ -47,19 +47,16 @@ class WritingEngine(Engine):
 
 
 def right_answer(prompt):
-    """Find the answer without a search: by the sums of all paths."""
-    target = int(re.search(r"\?(?:\w=)?(\d\d)", prompt)[1])
-    edges = {child: (parent, int(weight)) for parent, child, weight in re.findall(r"([a-zA-Z])([a-zA-Z])(\d)", prompt)}
-
-    def total(node):
-        return edges[node][1] + total(edges[node][0]) if node in edges else 0
-
-    (answer,) = [node for node in edges if total(node) == target]
-    return answer
+    """Run the program by Python."""
+    given, run = prompt.split("|")
+    values = {name: int(digit) for name, digit in re.findall(r"([a-zA-Z])(\d)", given)}
+    for name, expression in re.findall(r"([a-zA-Z])[=:<]([a-zA-Z][+-][a-zA-Z])", run):
+        values[name] = eval(f"({expression}) % 10", {}, dict(values))
+    return str(values[name])
 
 
 def wrong_answer(prompt):
-    return next(letter for letter in "abcdefgh" if letter != right_answer(prompt))
+    return next(digit for digit in "01" if digit != right_answer(prompt))
 
 
 def evaluate(task, engine, tokenizer, together=4):
@@ -68,21 +65,21 @@ def evaluate(task, engine, tokenizer, together=4):
     return row, stats, samples
 
 
-OPTIONS = {"nodes": (9, 12), "problems": 3, "max_new_tokens": 12}
+OPTIONS = {"lines": (9, 12), "problems": 3, "max_new_tokens": 12}
 
 
 def test_a_writer_of_right_answers_scores_one_and_one_without_an_answer_nothing(tiny_model, tokenizer):
     task = ChainReasoning(**OPTIONS)
     for write, share, answered in (
-        (lambda prompt, _: f"a<.00+b\nb={right_answer(prompt)}", 1, 1),
-        (lambda prompt, _: f"a<.00+b\nb={wrong_answer(prompt)}", 0, 1),
-        (lambda prompt, _: f"a<.00+b\nb<a02\nb={right_answer(prompt)}", 0, 0),  # too long
+        (lambda prompt, _: f"e=a+c:a0\n?{right_answer(prompt)}", 1, 1),
+        (lambda prompt, _: f"e=a+c:a0\n?{wrong_answer(prompt)}", 0, 1),
+        (lambda prompt, _: f"e=a+c:a0+c3\n?{right_answer(prompt)}", 0, 0),  # too long
     ):
         row, stats, samples = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
         assert row["metrics"]["exact_match"] == row["metrics"]["single_chain"] == share
         assert row["metrics"]["answered"] == answered
         assert row["metrics"]["chain_tokens"] == 12  # with the end of the text, of an answer in time
-        assert row["by_nodes"]["nodes"] == [9, 12] and row["by_nodes"]["exact_match"] == [share, share]
+        assert row["by_lines"]["lines"] == [9, 12] and row["by_lines"]["exact_match"] == [share, share]
         assert len(stats) == len(samples) == 6
     prompts = {tuple(sample.prompt) for sample in samples}
     assert len(prompts) == 6 and {tuple(sample.after) for sample in samples} == {(tokenizer("\n")["input_ids"][0],)}
@@ -96,7 +93,7 @@ def test_chains_vote(tiny_model, tokenizer, vote, share):
 
         def write(prompt, number, kinds=kinds):
             answer = {"r": right_answer(prompt), "w": wrong_answer(prompt), "-": "\n"}[kinds[number]]
-            return "a" * (number + 1) + f"={answer}"
+            return "a" * (number + 1) + f"?{answer}"
 
         task = ChainReasoning(chains=3, vote=vote, **OPTIONS)
         row, stats, _ = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
@@ -152,7 +149,7 @@ def test_a_policy_holds_less_and_a_reading_policy_reads_less(tiny_model, tokeniz
 
 
 def test_samples_of_a_problem_differ_between_chains_and_not_between_starts(tiny_model, tokenizer):
-    task = ChainReasoning(chains=3, nodes=(9,), problems=2, max_new_tokens=16)
+    task = ChainReasoning(chains=3, lines=(9,), problems=2, max_new_tokens=16)
     samples = task.samples(tokenizer, 257)
     written = []
     for _ in range(2):
@@ -168,5 +165,5 @@ def test_samples_of_a_problem_differ_between_chains_and_not_between_starts(tiny_
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="chains=8, temperature=0: greedy chains are the same"):
         ChainReasoning(chains=8, temperature=0.0)
-    with pytest.raises(ValueError, match="expected numbers from 2 to 52"):
-        ChainReasoning(nodes=(53,))
+    with pytest.raises(ValueError, match="expected numbers from 1 to 48"):
+        ChainReasoning(lines=(49,))
