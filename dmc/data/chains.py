@@ -1,19 +1,21 @@
 """Problems with solutions that are written out step by step: training and evaluation data for reasoning.
 
-A problem is a program: inputs with a digit each, and lines that add or subtract two variables modulo 10. Every variable
-is assigned once. One operand of a line is a variable that no line has used yet, the other is drawn from all earlier
+A problem is a program: inputs with a digit each, and lines that add two variables modulo 10. Every variable is
+assigned once. One operand of a line is a variable that no line has used yet, the other is drawn from all earlier
 ones, so nearly every line counts. Asked is for the value of the last one. The solution runs the program line by line:
 
-    a7,c3,|e=a+c,g=e-a,?        inputs, then lines
+    a7c3|e=a+c,g=e+a,?          inputs, then lines
     e=a+c:a7+c3=e0              the line, the line with its operands' values, and its own value
-    g=e-a:e0-a7=g3
-    ?3                          the answer
+    g=e+a:e0+a7=g7
+    ?7                          the answer
 
 Every line needs what stands far back: itself, in the program; the values of its operands, among the inputs or in any
 earlier line; the name of the next line, behind it in the program. Each of these steps finds what followed a name
-elsewhere, or what stands at a fixed distance from it, and the rest is a table of 200 sums and differences: so a model
-of a million parameters learns it in minutes. A step that goes wrong gives one of nine wrong digits. Solutions that are
-sampled err in different steps, and in different digits.
+elsewhere, or what stands at a fixed distance from it, and the rest is a table of 100 sums. Solutions that are sampled
+err in different steps, and in different digits.
+
+Values of names are what a small model learns last: it guesses among the digits. Two lessons come first, in documents
+without a program: copies of random symbols, then pairs of names and symbols that are said again in other orders.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MOST_INPUTS = 4
 MOST_LINES = len(NAMES) - MOST_INPUTS
 SEPARATORS = (" ", ",", ";", "/")
 SIGNS = ("=", ":", "<")
-"""Forms of problems: an item ends with a separator, and a line's name with a sign."""
+"""Forms of problems: a line ends with a separator, its name with a sign."""
 UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
 """Signs and separators that no training shows together."""
 HELD_OUT_SIZES = (12, 20, 28, 36, 44)
@@ -46,15 +48,18 @@ HELD_OUT_SIZES = (12, 20, 28, 36, 44)
 ANSWER = re.compile(r"\?(\d)\Z")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
+SYMBOLS = string.digits + string.punctuation
+"""Values in lessons: so many that a guess among those in sight is worth learning; of digits alone it is not."""
+
 Forms = Literal["seen", "unseen"]
+Lesson = Literal["copies", "pairs"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """An assignment; operands are numbers of variables: of the inputs, then of the lines before."""
+    """A sum; operands are numbers of variables: of the inputs, then of the lines before."""
 
     first: int
-    sign: Literal["+", "-"]
     second: int
 
 
@@ -75,8 +80,7 @@ class Problem:
         """Digit of each variable."""
         found = list(self.inputs)
         for line in self.lines:
-            second = found[line.second] if line.sign == "+" else -found[line.second]
-            found.append((found[line.first] + second) % 10)
+            found.append((found[line.first] + found[line.second]) % 10)
         return found
 
     @property
@@ -89,8 +93,8 @@ class Problem:
         """The program, run line by line."""
         named = [f"{name}{value}" for name, value in zip(self.names, self.values, strict=True)]
         lines = [
-            f"{named[number][0]}={named[line.first][0]}{line.sign}{named[line.second][0]}:"
-            f"{named[line.first]}{line.sign}{named[line.second]}={named[number]}\n"
+            f"{named[number][0]}={named[line.first][0]}+{named[line.second][0]}:"
+            f"{named[line.first]}+{named[line.second]}={named[number]}\n"
             for number, line in enumerate(self.lines, len(self.inputs))
         ]
         return f"{''.join(lines)}?{self.answer}"
@@ -102,7 +106,9 @@ def answer_of(solution: str) -> str | None:
     return None if found is None else found[1]
 
 
-def draw_problem(size: int, draw: np.random.Generator, split: Split, forms: Forms = "seen") -> Problem:
+def draw_problem(
+    size: int, draw: np.random.Generator, split: Split, forms: Forms = "seen", digits: int = 10
+) -> Problem:
     """Draw a problem of a split: by a hash of the program, whatever its letters and its form.
 
     Args:
@@ -110,9 +116,10 @@ def draw_problem(size: int, draw: np.random.Generator, split: Split, forms: Form
         draw: source of randomness.
         split: see `split_of`.
         forms: whether it is written in a form that occurs in training.
+        digits: number of digits that inputs are drawn from, the smallest ones.
     """
     while True:
-        inputs = draw.integers(10, size=draw.integers(2, MOST_INPUTS + 1)).tolist()
+        inputs = draw.integers(digits, size=draw.integers(2, MOST_INPUTS + 1)).tolist()
         lines = _draw_lines(len(inputs), size, draw)
         if split_of(f"{inputs} {lines}") == split:
             break
@@ -128,7 +135,7 @@ def _draw_lines(num_inputs: int, size: int, draw: np.random.Generator) -> list[L
         other = int(draw.integers(number - 1))
         other += other >= needed
         first, second = (needed, other) if draw.random() < 0.5 else (other, needed)
-        lines.append(Line(first, "+" if draw.random() < 0.5 else "-", second))
+        lines.append(Line(first, second))
         unused = [*(left for left in unused if left != other), number]
     return lines
 
@@ -136,12 +143,29 @@ def _draw_lines(num_inputs: int, size: int, draw: np.random.Generator) -> list[L
 def _written(names: str, inputs: list[int], lines: list[Line], draw: np.random.Generator, forms: Forms) -> str:
     pairs = [(sign, end) for sign in SIGNS for end in SEPARATORS if ((sign, end) in UNSEEN) == (forms == "unseen")]
     sign, end = pairs[int(draw.integers(len(pairs)))]
-    given = "".join(f"{name}{value}{end}" for name, value in zip(names, inputs, strict=False))
+    given = "".join(f"{name}{value}" for name, value in zip(names, inputs, strict=False))
     run = "".join(
-        f"{name}{sign}{names[line.first]}{line.sign}{names[line.second]}{end}"
+        f"{name}{sign}{names[line.first]}+{names[line.second]}{end}"
         for name, line in zip(names[len(inputs) :], lines, strict=True)
     )
     return f"{given}|{run}?\n"
+
+
+def draw_copy(draw: np.random.Generator) -> tuple[str, str]:
+    """Draw 16 random bytes of text, and the same again."""
+    symbols = [*draw.integers(33, 127, size=6), *draw.integers(0xA1, 0x800, size=5)]  # these have two bytes each
+    text = "".join(chr(symbol) for symbol in draw.permutation(symbols))
+    return text, text
+
+
+def draw_pairs(letters: int, draw: np.random.Generator) -> tuple[str, ...]:
+    """Draw 4 of the first letters with a symbol each; all are said, then asked for three times, in random orders."""
+    names = draw.permutation(list(NAMES[:letters]))[:4]
+    values = dict(zip(names, draw.choice(list(SYMBOLS), size=4), strict=True))
+    said = "".join(f"{name}{value}" for name, value in values.items())
+    asked = [name for _ in range(3) for name in draw.permutation(names)]
+    parts = [part for name in asked for part in (name, values[name])]
+    return (f"{said}{parts[0]}", *parts[1:])
 
 
 @dataclass(frozen=True)
@@ -155,10 +179,23 @@ class ChainSource(DocumentSource):
     """Lines of the smallest problem."""
     largest: int = MOST_LINES
     """Lines of the largest problem."""
+    digits: int = 10
+    """Number of digits that inputs are drawn from, the smallest ones: of few, each operand tells much of the sum."""
+    lesson: Lesson | None = None
+    """What comes instead of problems, each of 32 tokens; None: problems."""
+    letters: int = len(NAMES)
+    """Number of letters that a lesson's names are drawn from."""
     seed: int = 0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.lesson not in (None, *get_args(Lesson)) or not 4 <= self.letters <= len(NAMES):
+            raise ValueError(
+                f"lesson={self.lesson!r}, letters={self.letters}: expected one of {list(get_args(Lesson))} or null, and "
+                f"4 to {len(NAMES)} letters"
+            )
+        if not 1 <= self.digits <= 10:
+            raise ValueError(f"digits={self.digits}: expected 1 to 10")
         if self.split not in get_args(Split):
             raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
         if not 1 <= self.smallest <= self.largest <= MOST_LINES:
@@ -177,7 +214,7 @@ class ChainSource(DocumentSource):
     @property
     def label(self) -> str:
         """For messages and file names."""
-        return f"chains:{self.split}"
+        return f"chains:{self.split}{f':{self.lesson}' if self.lesson else ''}"
 
     @property
     def has_loss_mask(self) -> bool:
@@ -189,8 +226,9 @@ class ChainSource(DocumentSource):
 
     def description(self) -> dict[str, Any]:
         """Return the settings, and a hash of the first problems, which follows the code that writes them."""
-        first = "".join(text for problem in _pairs(self, range(0, min(self.problems, 8))) for text in problem)
-        options = {name: getattr(self, name) for name in ("split", "problems", "smallest", "largest", "seed")}
+        first = "\0".join(text for parts in _drawn(self, range(0, min(self.problems, 8))) for text in parts)
+        names = ("split", "problems", "smallest", "largest", "digits", "lesson", "letters", "seed")
+        options = {name: getattr(self, name) for name in names}
         return {"chains": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
 
     def num_bytes(self) -> int:
@@ -203,19 +241,24 @@ class ChainSource(DocumentSource):
         return IterableDataset.from_generator(_rows, gen_kwargs={"source": self, "starts": starts})
 
     def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
-        """Yield problem and solution of each row."""
-        return ((row["prompt"], row["completion"]) for row in rows)
+        """Yield problem and solution of each row, or prompts and completions of a lesson."""
+        return (tuple(row["parts"]) for row in rows)
 
 
-def _rows(source: ChainSource, starts: list[int]) -> Iterator[dict[str, str]]:
+def _rows(source: ChainSource, starts: list[int]) -> Iterator[dict[str, list[str]]]:
     for start in starts:
-        for prompt, completion in _pairs(source, range(start, min(start + _PER_SHARD, source.problems))):
-            yield {"prompt": prompt, "completion": completion}
+        for parts in _drawn(source, range(start, min(start + _PER_SHARD, source.problems))):
+            yield {"parts": list(parts)}
 
 
-def _pairs(source: ChainSource, numbers: range) -> Iterator[tuple[str, str]]:
+def _drawn(source: ChainSource, numbers: range) -> Iterator[tuple[str, ...]]:
     split = get_args(Split).index(source.split)
     for number in numbers:
         draw = np.random.default_rng([source.seed, split, number])
-        problem = draw_problem(int(draw.choice(source.sizes)), draw, source.split)
-        yield problem.prompt, problem.solution
+        if source.lesson == "copies":
+            yield draw_copy(draw)
+        elif source.lesson == "pairs":
+            yield draw_pairs(source.letters, draw)
+        else:
+            problem = draw_problem(int(draw.choice(source.sizes)), draw, source.split, digits=source.digits)
+            yield problem.prompt, problem.solution

@@ -9,12 +9,12 @@ import pytest
 from dmc.data import ChainSource, answer_of, build_packed, draw_problem, train_tokenizer
 from dmc.data.chains import HELD_OUT_SIZES
 
-LINE = re.compile(r"([a-zA-Z])[=:<]([a-zA-Z])([+-])([a-zA-Z])[ ,;/]")
-INPUT = re.compile(r"([a-zA-Z])(\d)[ ,;/]")
+LINE = re.compile(r"([a-zA-Z])[=:<]([a-zA-Z])\+([a-zA-Z])[ ,;/]")
+INPUT = re.compile(r"([a-zA-Z])(\d)")
 
 
 def read_problem(prompt):
-    """Return inputs {name: digit} and lines [(name, first, sign, second)] of a problem in any form."""
+    """Return inputs {name: digit} and lines [(name, first, second)] of a problem in any form."""
     given, run = prompt.removesuffix("?\n").split("|")
     inputs, lines = INPUT.findall(given), LINE.findall(run)
     assert given == "".join(match[0] for match in INPUT.finditer(given))
@@ -27,9 +27,9 @@ def read_problem(prompt):
 def run_program(prompt):
     """Return the value of every variable: Python runs the lines."""
     values, lines = read_problem(prompt)
-    for name, first, sign, second in lines:
+    for name, first, second in lines:
         assert first != second
-        values[name] = eval(f"({first}{sign}{second}) % 10", {}, dict(values))
+        values[name] = eval(f"({first}+{second}) % 10", {}, dict(values))
     return values
 
 
@@ -41,8 +41,8 @@ def test_solutions_run_the_program_line_by_line(size, forms):
         problem = draw_problem(size, draw, split, forms)
         values, (_, lines) = run_program(problem.prompt), read_problem(problem.prompt)
         written = [
-            f"{name}={first}{sign}{second}:{first}{values[first]}{sign}{second}{values[second]}={name}{values[name]}"
-            for name, first, sign, second in lines
+            f"{name}={first}+{second}:{first}{values[first]}+{second}{values[second]}={name}{values[name]}"
+            for name, first, second in lines
         ]
         result = str(values[lines[-1][0]])
         assert problem.solution.split("\n") == [*written, f"?{result}"] and len(lines) == size
@@ -58,7 +58,7 @@ def program_of(prompt):
     """Return a problem whatever its letters and form."""
     inputs, lines = read_problem(prompt)
     places = {name: place for place, name in enumerate([*inputs, *(name for name, *_ in lines)])}
-    return (*inputs.values(), *((places[first], sign, places[second]) for _, first, sign, second in lines))
+    return (*inputs.values(), *((places[first], places[second]) for _, first, second in lines))
 
 
 def test_splits_share_no_problem():
@@ -125,3 +125,28 @@ def test_what_cannot_be_drawn_is_refused():
         ChainSource(smallest=12, largest=12)
     with pytest.raises(ValueError, match="split='dev'"):
         ChainSource("dev")
+    with pytest.raises(ValueError, match="lesson='sums', letters=52"):
+        ChainSource(lesson="sums")
+    with pytest.raises(ValueError, match="digits=11: expected 1 to 10"):
+        ChainSource(digits=11)
+
+
+def test_lessons_repeat_symbols_and_pairs_of_names_and_symbols():
+    copies = ChainSource(problems=20, lesson="copies")
+    for first, second in copies.read(copies.stream()):
+        assert first == second and len(first.encode()) == 16
+    pairs, names = ChainSource(problems=200, lesson="pairs", letters=8), set()
+    for first, *others in pairs.read(pairs.stream()):
+        said, asked = first[:8], [first[8:], *others]
+        values = dict(re.findall("([a-h])([^a-zA-Z])", said))
+        assert len(values) == 4 and "".join(map("".join, values.items())) == said
+        assert asked[1::2] == [values[name] for name in asked[::2]]
+        assert all(sorted(asked[begin : begin + 8 : 2]) == sorted(values) for begin in (0, 8, 16)) and len(asked) == 24
+        names |= {*values}
+    assert names == {*"abcdefgh"}
+
+
+def test_inputs_can_be_of_few_digits():
+    source = ChainSource(problems=100, largest=3, digits=3)
+    found = {digit for prompt, _ in source.read(source.stream()) for digit in read_problem(prompt)[0].values()}
+    assert found == {0, 1, 2}

@@ -50,7 +50,7 @@ def right_answer(prompt):
     """Run the program by Python."""
     given, run = prompt.split("|")
     values = {name: int(digit) for name, digit in re.findall(r"([a-zA-Z])(\d)", given)}
-    for name, expression in re.findall(r"([a-zA-Z])[=:<]([a-zA-Z][+-][a-zA-Z])", run):
+    for name, expression in re.findall(r"([a-zA-Z])[=:<]([a-zA-Z]\+[a-zA-Z])", run):
         values[name] = eval(f"({expression}) % 10", {}, dict(values))
     return str(values[name])
 
