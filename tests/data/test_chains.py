@@ -78,8 +78,7 @@ def test_training_shows_no_held_out_size_and_no_unseen_form():
     assert sizes == {size for size in range(2, 49) if size not in HELD_OUT_SIZES}
 
     def form_of(prompt):
-        name, sign, *_, separator = re.search(r"\|(.)(.)(...)(.)", prompt).groups()
-        return sign, separator
+        return re.search(r"\|.(.)...(.)", prompt).groups()
 
     unseen = {form_of(draw_problem(9, draw, "test", "unseen").prompt) for _ in range(60)}
     seen = {form_of(prompt) for prompt in prompts}
