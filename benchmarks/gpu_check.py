@@ -12,6 +12,7 @@ TRITON_INTERPRET=1 python scripts/gpu_check.py --device cpu --tiny --part parity
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -274,6 +275,16 @@ def check_speed(place: Place) -> Rows:
             yield row(title, metrics["tokens_per_second"], "tokens/s", beside)
 
 
+def check_vllm(place: Place) -> Rows:
+    """Exported folders in vLLM: the tokens of the engine, requests held and tokens a second beside stock vLLM's."""
+    if importlib.util.find_spec("vllm") is None:
+        yield row("vLLM", 0, "versions installed", "pip install '.[vllm]' in this environment, or leave it")
+        return
+    from vllm_check import check_folders
+
+    yield from check_folders(place)
+
+
 def beside_first(found: Mapping[str, float], title: str) -> Rows:
     first = next(iter(found.values()))
     for name, milliseconds in found.items():
@@ -286,8 +297,9 @@ CHECKS: dict[str, tuple[Callable[[Place], Rows], int]] = {
     "training": (check_training, 80),
     "kernels": (check_kernels, 75),
     "speed": (check_speed, 120),
+    "vllm": (check_vllm, 240),
 }
-"""What measures each part, and after how many seconds it is ended: less than nine minutes together."""
+"""What measures each part, and after how many seconds it is ended: less than 13 minutes together, 9 without vLLM."""
 
 
 def parts_of(device: str, is_tiny: bool) -> dict[str, Part]:

@@ -9,7 +9,7 @@ import matplotlib
 import pandas
 from matplotlib.figure import Figure
 
-from dmc.results.plots import GATES, INK, MUTED, SETTINGS, WIDTH
+from dmc.results.drawing import GATES, INK, MUTED, SETTINGS, WIDTH
 
 STYLES = {
     "training": {"color": MUTED, "linewidth": 0.9},

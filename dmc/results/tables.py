@@ -9,6 +9,7 @@ from typing import Any
 import pandas
 
 from dmc.results.equal_bytes import SAME_BYTES, asked_of, bytes_budget
+from dmc.results.fronts import fronts_of
 from dmc.results.measurement import DONE, NOT_FINITE, Row, to_frame
 from dmc.results.statistics import MARGIN, beside_baselines, pareto_front, summarize
 from dmc.results.store import Store, read_rows, replace_file
@@ -78,8 +79,11 @@ def write_tables(
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
+    fronts = fronts_of(frame)
     sentences = [*verdicts_of(summary, beside_baselines(frame, reference, metrics))]
-    tables = [*format_tables(frame, reference, metrics, summary), *problems_of(rows)]
+    sentences += [sentence for front in fronts for sentence in front.sentences()]
+    tables = [*format_tables(frame, reference, metrics, summary), *(markdown(front.table()) for front in fronts)]
+    tables += problems_of(rows)
     table = "\n\n".join([*tables, *(["### Verdict"] if sentences else []), *sentences])
     replace_file(folder / TABLE, f"{table}\n".encode())
     replace_file(folder / CSV, summary.to_csv(index=False).encode())

@@ -49,7 +49,7 @@ def fetched(config: RunConfig) -> RunConfig:
     """Name the local copies of a run's model, teacher and tokenizer that are on the hub, see `dmc.data.hub`."""
     model, revision = config.model, config.revision
     tokenizer, training = config.data.tokenizer, config.training
-    distillation = training.distillation
+    distillation = config.distillation  # a control needs no teacher
     if distillation is not None and distillation.path is not None:
         path = local_copy(distillation.path, revision if distillation.path == model else None)
         training = dataclasses.replace(training, distillation=dataclasses.replace(distillation, path=path))

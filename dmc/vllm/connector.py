@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from dmc.vllm.attention import LAYER_NAME
 from dmc.vllm.spec import HeapManager
-
-CACHE_LAYER = "dmc.0"
-"""Name of the one layer that vLLM sees of the cache."""
 
 
 @dataclass
@@ -65,7 +62,6 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     """Carries no keys or values: it takes the lengths of a compressed cache back to the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        check_supported(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self.layers = vllm_config.compilation_config.static_forward_context
         self.num_ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -76,8 +72,6 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def requires_kv_delivery(self) -> bool:
         return False
-
-    # The scheduler's side.
 
     @override
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -122,12 +116,10 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    # A worker's side.
-
     @property
     def cache(self) -> Any:
         """The `WorkerCache` of this worker's model."""
-        return self.layers[CACHE_LAYER].cache
+        return self.layers[LAYER_NAME].cache
 
     @override
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -154,20 +146,5 @@ class DMCConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def wait_for_save(self) -> None:
-        """Wait for nothing."""
-
-
-def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuse settings that a compressed cache cannot serve.
-
-    Raises:
-        ValueError: speculative decoding, or parallelism other than of tensors and data, is set.
-    """
-    parallel = vllm_config.parallel_config
-    refused = {
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
-    }
-    for name in itertools.compress(refused, refused.values()):
-        raise ValueError(f"{name} is not supported with a compressed cache: leave it out")
+        """End a step, be it without a forward pass: what vLLM then runs to warm up is none of ours."""
+        self.cache.is_told = False

@@ -30,13 +30,12 @@ PAGE_SLOTS = 16
 
 
 class DMCForCausalLM(nn.Module):
-    """Serves every family of `dmc.models.families` whose layers all have full attention.
+    """Serves every family of `dmc.models.families` whose layers all have full attention; see `plugin.check_model`.
 
     Args:
         vllm_config: what vLLM was started with.
         prefix: of the modules' names; unused.
     Raises:
-        NotImplementedError: a layer has a window, or no attention.
         ValueError: heads cannot be divided evenly among tensor parallel ranks, or see `refuse_kernels`.
     """
 
@@ -50,12 +49,6 @@ class DMCForCausalLM(nn.Module):
         group = get_tp_group()
         self._ranks = Ranks(group.rank_in_group, group.world_size)
         self._cuts = shard_model(self.causal_lm, self._ranks) if self._ranks.size > 1 else {}
-        windows = model_view.layout_of(self.causal_lm).windows
-        if other := [index for index, window in enumerate(windows) if window is not None]:
-            raise NotImplementedError(
-                f"layer {other[0]} of this {config.model_type} model does not attend to all tokens, as all must to be "
-                "served in vLLM: use dmc's engine"
-            )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this rank's part of the folder's weights, then make all of the cache but its pages.
@@ -99,14 +92,14 @@ class DMCForCausalLM(nn.Module):
         vllm.compilation_config.static_forward_context[LAYER_NAME] = CacheLayer(self.cache, spec)
         backend = choose_backend("auto", layout.dtype, layout.head_dim, slots, layout.device)
         self._attention = CacheAttention(cast(Any, self.cache), backend)
-        self._view = model_view.view_of(model)
-        model_view.use_backend_linear(self._view, backend)
-        self._head = model_view.view_of(self._view)
+        self.view = model_view.view_of(model)
+        model_view.use_backend_linear(self.view, backend)
+        self._head = model_view.view_of(self.view)
         self._head.model = GivenStates()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed tokens, [T, hidden]."""
-        return self._view.get_input_embeddings()(input_ids)
+        return self.view.get_input_embeddings()(input_ids)
 
     @torch.no_grad()
     def forward(
@@ -131,7 +124,7 @@ class DMCForCausalLM(nn.Module):
         return hidden
 
     def _run(self, input_ids: Tensor, **asked: Any) -> Tensor:
-        hidden: Tensor = self._view.model(input_ids[None].long(), **asked).last_hidden_state[0]
+        hidden: Tensor = self.view.model(input_ids[None].long(), **asked).last_hidden_state[0]
         return hidden
 
     @torch.no_grad()

@@ -11,14 +11,11 @@ from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
-
-logger = init_logger(__name__)
 
 RESERVE = 0.05
 """Share of the entries expected at the calibrated ratio by which a prompt is taken to hold more."""
@@ -49,8 +46,6 @@ class HeapManager(SingleTypeKVCacheManager):
         """First block of each request that got blocks since the last `take_changes`."""
         self.ended: list[str] = []
         """Requests that gave all blocks back since the last `take_changes`."""
-        if self.enable_caching:
-            logger.warning("prefix caching is off: entries of a compressed cache depend on all tokens before them")
 
     @override
     def get_num_blocks_to_allocate(

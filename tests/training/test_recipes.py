@@ -19,6 +19,7 @@ from dmc.training.config import RatioControlConfig, RunConfig
 from dmc.training.optimizer_step import RatioControl, StepLoader
 from dmc.training.run import fresh_model, train
 from dmc.training.stages import Plan
+from dmc.training.text_data import fetched
 
 LED = {"gain": 0.5, "max_weight": 50.0}
 
@@ -164,6 +165,16 @@ def test_a_retrofit_learns_from_its_frozen_base(recipe, base, tmp_path):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     saved = read_tensors(saved_checkpoints(run / "checkpoints")[0], "model.")
     assert saved.keys() == dict(load_model(run / "final").named_parameters()).keys()
+
+
+def test_a_control_does_not_fetch_the_teacher(run_values, monkeypatch):
+    asked = []
+    monkeypatch.setattr("dmc.training.text_data.local_copy", lambda name, *_, **__: asked.append(name) or name)
+    run_values["training"]["distillation"] = {"path": "teacher"}
+    fetched(build_config(RunConfig, run_values | {"control": True}))
+    assert "teacher" not in asked
+    fetched(build_config(RunConfig, run_values))
+    assert "teacher" in asked
 
 
 def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_path):

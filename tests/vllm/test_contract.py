@@ -1,4 +1,4 @@
-"""What the cache's spec, manager and connector take of the pinned vLLM, and what they refuse."""
+"""What the cache's spec, manager and connector take of the pinned vLLM, and what the connector refuses."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import KVConnectorOutput
 
-from dmc.vllm.connector import DMCConnector, HeldReport, check_supported
+from dmc.vllm.connector import DMCConnector, HeldReport
 from dmc.vllm.spec import HeapManager, HeapSpec
 
 if sys.version_info >= (3, 11):
@@ -35,21 +35,18 @@ SPEC = HeapSpec(
 )
 
 
-def manager_of(spec=SPEC, enable_caching=False, num_blocks=20):
+def manager_of(spec=SPEC, num_blocks=20):
     groups = [KVCacheGroupSpec(["dmc.0"], spec)]
     config = KVCacheConfig(num_blocks, [], groups)
-    return KVCacheManager(config, 512, spec.block_size, spec.block_size, enable_caching=enable_caching)
+    return KVCacheManager(config, 512, spec.block_size, spec.block_size, enable_caching=False)
 
 
 def settings():
     """vLLM's settings of a model on two ranks."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-    sizes += ("decode_context_parallel_size", "prefill_context_parallel_size")
     return SimpleNamespace(
-        speculative_config=None,
         kv_transfer_config=SimpleNamespace(is_kv_producer=True),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(**{**dict.fromkeys(sizes, 1), "tensor_parallel_size": 2}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
 
 
@@ -110,29 +107,6 @@ def test_admission_counts_the_calibrated_ratio_and_what_others_still_take():
     lacks = SPEC.expected(320) - 2
     assert heap.get_num_blocks_to_allocate("b", 320, [], 0, 0, 320, apply_admission_cap=True) == 6 + lacks
     assert heap.get_num_blocks_to_allocate("b", 64, [], 0, 0, 64) == 2
-
-
-def test_prefix_caching_is_off_and_says_so(caplog):
-    manager = manager_of(enable_caching=True)
-    (line,) = [record.message for record in caplog.records if record.name == "dmc.vllm.spec"]
-    assert line.startswith("prefix caching is off")
-    assert not SPEC.prefix_cacheable and manager.coordinator.find_longest_cache_hit([b"x"] * 4, 128)[1] == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"speculative_config": SimpleNamespace()}, "speculative decoding"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"decode_context_parallel_size": 2}, "context parallelism"),
-    ],
-)
-def test_what_is_not_served_is_refused_in_one_line(changes, name):
-    given = settings()
-    for key, value in changes.items():
-        setattr(given if hasattr(given, key) else given.parallel_config, key, value)
-    with pytest.raises(ValueError, match=f"^{name} is not supported with a compressed cache: leave it out$"):
-        check_supported(given)
 
 
 def test_the_connector_refuses_a_stock_models_cache():

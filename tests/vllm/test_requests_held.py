@@ -1,4 +1,7 @@
-"""Requests that vLLM's block pool holds at once by compression ratio, heads of unequal lengths, reports a step late."""
+"""Requests that vLLM's block pool holds at once by compression ratio, heads of unequal lengths, reports a step late.
+
+Beside stock vLLM's, and what `scripts/plan.py` says of a request's bytes.
+"""
 
 import numpy as np
 import pytest
@@ -11,6 +14,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from dmc.compression import CompressionConfig
+from dmc.kernels.layout import CacheLayout
+from dmc.runtime.capacity import request_bytes
 from dmc.vllm.spec import HeapSpec
 
 LAYERS, HEADS, DIM, TOKENS, CHUNK = 32, 8, 128, 8448, 2048
@@ -77,5 +83,8 @@ def test_as_many_more_requests_are_held_as_the_cache_is_smaller(num_blocks, bloc
             return int(np.ceil(np.ceil(shares * num_tokens) / 16).sum())
 
         found = num_held(pool(spec, num_blocks), pages)
-        print(f"CR {ratio}, {num_blocks} blocks of {block_size}: {found} requests, stock {most}")
+        layout = CacheLayout(LAYERS, HEADS, DIM, torch.float16, torch.device("cpu"), CompressionConfig())
+        planned = num_blocks * spec.page_size_bytes / request_bytes(layout, TOKENS, float(ratio))
+        print(f"CR {ratio}, {num_blocks} blocks of {block_size}: {found} requests, stock {most}, planned {planned:.1f}")
         assert found == pytest.approx(ratio * most, rel=0.1)
+        assert 0.85 * planned < found <= planned

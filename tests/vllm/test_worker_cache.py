@@ -1,4 +1,4 @@
-"""The worker's cache without vLLM: random steps as its runners make them, a naive model of its pages, waits."""
+"""A worker's cache under steps as vLLM's runners make them: random ones, a naive model of its pages, waits."""
 
 import contextlib
 import copy
@@ -9,12 +9,17 @@ from claimed_gpu import COPIES, GPU, claim_model, claimed_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+pytest.importorskip("vllm.v1.attention.backend", reason="vLLM is not installed here")
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
 from dmc import Engine, SamplingParams
 from dmc.kernels import load_backend, reference
 from dmc.kernels.batch import ForwardBatch
 from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime import model_view
 from dmc.runtime.paged_forward import PagedForward
+from dmc.vllm.attention import AttentionStepBuilder
 from dmc.vllm.worker_cache import WorkerCache
 
 NUM_BLOCKS, SLOTS, MOST = 60, 4, 4
@@ -45,16 +50,25 @@ class Worker:
     def inputs(self, counts):
         """What a runner has on the device, and on the host."""
         device, begins = self.cache.layout.device, [self.num_fed[name] for name in counts]
+        ends = [begin + count for begin, count in zip(begins, counts.values())]
         fed = [self.tokens[name][begin : begin + count] for begin, (name, count) in zip(begins, counts.items())]
-        blocks = torch.tensor([self.first_block[name] for name in counts], device=device)
         row = torch.tensor([[token for tokens in fed for token in tokens]], device=device)
         positions = torch.cat([torch.arange(b, b + len(f)) for b, f in zip(begins, fed)])[None].to(device)
         last = torch.tensor([len(f) for f in fed], device=device).cumsum(0) - 1
-        return row, positions, last, blocks, torch.tensor(begins, device=device), [begin + 3 for begin in begins]
+        queries = torch.tensor([0, *counts.values(), 0]).cumsum(0)  # a sequence without tokens pads the step
+        common = CommonAttentionMetadata(
+            query_start_loc=queries.to(device), query_start_loc_cpu=queries,
+            seq_lens=torch.tensor([*ends, 0]).to(device), seq_lens_cpu_upper_bound=torch.tensor([*ends, 0]) + 3,
+            block_table_tensor=torch.tensor([[self.first_block[name], 0] for name in counts] + [[0, 0]]).to(device),
+            num_reqs=len(counts) + 1, num_actual_tokens=row.numel(), max_query_len=max(counts.values()),
+            max_seq_len=max(ends) + 3, slot_mapping=torch.empty(0, device=device),
+        )  # fmt: skip
+        return row, positions, last, common
 
-    def run(self, counts, row, positions, last, blocks, begins, most):
+    def run(self, counts, row, positions, last, common):
         """A forward pass; it leaves the most likely next token of each request on the device."""
-        batch = self.cache.batch(blocks, begins, list(counts.values()), most)
+        step = AttentionStepBuilder.build(None, 0, common)
+        batch = self.cache.batch(step.first_blocks, step.begins, step.num_new, step.most)
         paged = PagedForward(self.cache, self.attention, batch, self.model.rotary_tables)
         output = self.model(row, position_ids=positions, paged_cache=paged, use_cache=False, logits_to_keep=last)
         paged.finish()

@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from dmc.results import plots
 from dmc.results.equal_bytes import asked_of
+from dmc.results.front_plot import draw_front
+from dmc.results.fronts import CHOICE, COSTS, Front, fronts_of
 from dmc.results.measurement import DONE, Row, to_frame
 from dmc.results.statistics import beside_baselines, summarize
 from dmc.results.store import Store, read_rows, replace_file
@@ -47,6 +49,8 @@ class Findings:
     """Of `statistics.beside_baselines`."""
     speeds: pandas.DataFrame
     """Of `tables.speeds_of`, with `source`."""
+    fronts: list[Front]
+    """Of `fronts.fronts_of`."""
     problems: list[str]
     """Of `tables.problems_of`."""
     claims: list[str] = field(default_factory=list)
@@ -94,7 +98,7 @@ def read_folders(
     places = frame[(frame["by"] != "") & ~frame["by"].isin(SPEEDS) & is_shown]
     places = plots.name_methods(places.assign(asked=[asked_of(row) for _, row in places.iterrows()]), several)
     beside = beside_baselines(frame, reference)
-    return Findings(summary, places, beside, speeds, problems_of(rows), sources=sources)
+    return Findings(summary, places, beside, speeds, fronts_of(frame), problems_of(rows), sources=sources)
 
 
 def _source(row: Row) -> dict[str, Any]:
@@ -132,7 +136,10 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
     page = environment.get_template("page.html").render(
         title=title,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        verdicts=[*verdicts_of(findings.summary, findings.baselines)],
+        verdicts=[
+            *verdicts_of(findings.summary, findings.baselines),
+            *(sentence for front in findings.fronts for sentence in front.sentences()),
+        ],
         legend=LEGEND,
         sections=sections,
         tables=[table for table in _tables(findings) if len(table[2])],
@@ -149,6 +156,8 @@ def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
     summary, quality = findings.summary, "Quality against memory"
     for _, lines in summary.groupby("task", sort=False) if len(summary) else ():
         yield quality, plots.draw_quality(lines)
+    for front in findings.fronts:
+        yield "Chains in the memory of a problem", draw_front(front)
     speeds = findings.speeds[findings.speeds["batch"].notna()]
     for (_, _, source), lines in speeds.groupby(["task", "length", "source"], sort=False):
         yield "Speed", plots.draw_speed(lines, f" (source {source})")
@@ -164,6 +173,8 @@ def _tables(findings: Findings) -> Iterator[tuple[str, str, pandas.DataFrame]]:
         yield "All results", "", result_table(summary, findings.baselines)
         if summary["task"].nunique() > 1:
             yield "All tasks", "✓: as good as the full cache. ✗: worse.", all_tasks(summary)
+    for front in findings.fronts:
+        yield f"Fronts: {front.task}, {COSTS[front.cost]}", CHOICE, front.table()
     if len(findings.speeds):
         yield "Speed and memory", "Medians. Decoders of one batch size ran in turns.", speed_table(findings.speeds)
 
