@@ -49,7 +49,7 @@ def test_full_layers_keep_what_a_dense_oracle_keeps(scored, family, method, opti
     policy = getattr(policies, method)(budget=Budget(tokens=32), **options)
     for chunk in (None, 50):
         (trace,) = scored(model, policy, [prompt], [continuation], prefill_chunk_size=chunk)
-        torch.testing.assert_close(trace.log_probs, expected, atol=TOLERANCE, rtol=2e-5)
+        torch.testing.assert_close(trace.log_probs, expected, atol=TOLERANCE, rtol=2e-5 if family in RECURRENT else 0)
         held = [positions for layer in trace.positions for positions in layer]
         assert held == [sorted(kept) for _, kept in sorted(oracle.kept.items())] and len(held) == 2 * 2
 
