@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -219,6 +220,11 @@ class CachePolicy:
     def serves_8_bit(self) -> bool:
         """Whether it can work on keys and values of 8 bits."""
         return False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that it reads, whose content is a part of its settings."""
+        return ()
 
     @property
     def can_fork(self) -> bool:

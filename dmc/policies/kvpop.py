@@ -37,6 +37,11 @@ class KVpop(EvictionPolicy):
     sums: ClassVar[tuple[Sum, ...]] = ("score",)
 
     @property
+    @override
+    def files(self) -> tuple[Path, ...]:
+        return () if self.scorer is None else (Path(self.scorer),)
+
+    @property
     def serves_compressed(self) -> bool:
         """See `CachePolicy`: the scorer reads every token."""
         return False

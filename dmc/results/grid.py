@@ -28,6 +28,7 @@ from dmc.results.models import PlannedModel, plan_model
 from dmc.results.policies import budget_name, parse_budget, policy_from_config
 from dmc.results.tasks import Task, split_of_text
 from dmc.results.tasks.asking import Question
+from dmc.runtime.carried_cache import file_hash
 
 BATCHING = ("max_batch_size", "memory")
 """Engine settings that decide how many samples run at the same time."""
@@ -152,8 +153,11 @@ class Cell:
         """Fields of its row that are known before it is measured."""
         config, model, method, task, budget = self.config, self.model, self.method, self.task, self.method.budget_name
         ratio = None if method.budget is None else method.budget.ratio
-        policy = method.settings | plain_options(method.build())
+        built = method.build()
+        policy = method.settings | plain_options(built)
         policy.pop("budget", None)
+        if built is not None and built.files:
+            policy["files"] = [file_hash(path)[:16] for path in built.files]
         settings = {"model": model.row_settings, "policy": policy, **task.settings}
         if self.same_bytes_as is not None:
             settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
