@@ -19,7 +19,7 @@ from dmc.models.tensor_parallel import load_shard
 from dmc.ranks import ALONE, Ranks
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine, GenerationStats, SamplingParams, Session
-from dmc.runtime.carried_cache import check_place
+from dmc.runtime.carried_cache import check_can_save
 
 STORAGE = ("block_size", "memory", "kernels", "cuda_graphs", "compile", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -72,12 +72,12 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> None:
     """Print the prompt and its continuation, and save the context's cache; under torchrun processes share the model."""
+    policy = policy_from_config(config.policy, config.budget)
     if config.save is not None:
         ranks = Ranks.init_process_group() if torch.distributed.is_torchelastic_launched() else ALONE
-        check_place(Path(config.save), config.overwrite, ranks)
+        check_can_save(Path(config.save), config.overwrite, ranks, policy)
     text = None if config.context is None or Path(config.context).is_dir() else _read_text(config.context)
     params = SamplingParams(**{name: getattr(config, name) for name in SAMPLING}, stop=tuple(config.stop))
-    policy = policy_from_config(config.policy, config.budget)
     model = _load(config)
     tokenizer = load_tokenizer(config.model, config.revision, model.config.vocab_size)
     engine = Engine(model, tokenizer, policy, **{name: getattr(config, name) for name in STORAGE})

@@ -166,7 +166,10 @@ def check_measurements(config: StudyConfig, configs: Path) -> None:
         ValueError, FileNotFoundError: see `plan_grid`; or the full cache, or a policy of `further`, is not among them.
     """
     policies = named_settings(config.policies, configs / "policy", "policies")
-    plan_methods(policies, config.budgets)
+    built = [policy for method in plan_methods(policies, config.budgets) if (policy := method.build()) is not None]
+    for path in (path for policy in built for path in policy.files):
+        if not path.is_file():
+            raise FileNotFoundError(f"policies: {path} does not exist")
     if FULL not in policies:
         raise ValueError(f"policies={[*policies]} lacks {FULL!r}: every run is compared with the control's full cache")
     for run, names in config.further.items():

@@ -223,13 +223,19 @@ class CachePolicy:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that it reads, whose content is a part of its settings."""
+        """Files that it reads, whose content is a part of its settings; ValueError: one that it needs is not named."""
         return ()
 
     @property
     def can_fork(self) -> bool:
         """Whether its whole state of a sequence is in the cache's fields, so that copying them forks the sequence."""
         return True
+
+    @property
+    def why_not_copied(self) -> str | None:
+        """Why a copy of the cache's fields is not all of a sequence, or None."""
+        elsewhere = f"policy={type(self).__name__}: it keeps a part of its state outside the pages; use another"
+        return None if self.can_fork else elsewhere
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
         """Raise a ValueError if the policy cannot work on such pages."""

@@ -39,7 +39,9 @@ class KVpop(EvictionPolicy):
     @property
     @override
     def files(self) -> tuple[Path, ...]:
-        return () if self.scorer is None else (Path(self.scorer),)
+        if self.scorer is None:
+            raise ValueError("KVpop needs scorer=FILE, which scripts/fit_scorer.py writes for the model")
+        return (Path(self.scorer),)
 
     @property
     def serves_compressed(self) -> bool:
@@ -53,9 +55,7 @@ class KVpop(EvictionPolicy):
 
     @cached_property
     def _scorer(self) -> DelayedScorer:
-        if self.scorer is None:
-            raise ValueError("KVpop needs scorer=FILE, which scripts/fit_scorer.py writes for the model")
-        return DelayedScorer.load(Path(self.scorer))
+        return DelayedScorer.load(*self.files)
 
     @override
     def fitted(self, num_layers: int, block_size: int) -> KVpop:

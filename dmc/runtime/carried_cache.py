@@ -87,12 +87,15 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
     _on_all_ranks(write, ranks)
 
 
-def check_place(folder: Path, overwrite: bool, ranks: Ranks) -> None:
-    """Check, before a long text is read, that this rank may save its cache in a folder.
+def check_can_save(folder: Path, overwrite: bool, ranks: Ranks, policy: CachePolicy | None) -> None:
+    """Check, before a model is loaded and a long text is read, that this rank may save its cache in a folder.
 
     Raises:
         FileExistsError: see `refuse_occupied`.
+        ValueError: the policy keeps something outside the pages.
     """
+    if policy is not None and policy.why_not_copied is not None:
+        raise ValueError(policy.why_not_copied)
     refuse_occupied(_place(folder, ranks), overwrite, marker=DESCRIPTION_NAME)
 
 

@@ -36,6 +36,12 @@ def test_a_context_that_is_no_text_is_named_before_the_model_is_loaded(tmp_path)
         generate(GenerateConfig(model="nowhere", context=str(tmp_path / "notes.txt")))
 
 
+def test_a_policy_whose_cache_cannot_be_saved_is_refused_before_the_model_is_loaded(folders, tmp_path):
+    method = {"policy": {"_target_": "dmc.policies.InfLLM"}, "budget": 2, "save": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="policy=InfLLM: it keeps a part of its state outside the pages; use another"):
+        generate(GenerateConfig(model="nowhere", context=str(folders.text), **method))
+
+
 def test_ranks_load_their_parts_of_the_revision_that_was_asked_for(monkeypatch):
     asked = []
 

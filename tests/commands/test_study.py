@@ -49,6 +49,8 @@ def test_studies_that_make_no_sense_are_refused(change, message):
     ("change", "message"),
     [
         ({"policies": ["h2o"]}, r"policies=\['h2o'\] lacks 'full'"),
+        ({"policies": ["full", "kvpop"]}, "KVpop needs scorer=FILE"),
+        ({"policies": ["full", "kvpop+scorer=nowhere"]}, "policies: nowhere does not exist"),
         ({"further": {"merge": ["snapkw"]}}, "further.merge: 'snapkw' is none of the policies; did you mean 'snapkv'"),
         ({"tasks": ["recal"]}, r"tasks\[0\]='recal' is not in configs/task; did you mean 'recall'"),
         ({"tasks": [{"name": "book", "like": "text_loss", "source": BOOK}]}, "nowhere.txt"),

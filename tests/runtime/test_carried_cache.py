@@ -206,10 +206,10 @@ def test_each_rank_looks_at_its_own_folder(make_stock, make_prompts, tmp_path):
     engine, (context,) = Engine(make_stock()), make_prompts(40)
     for rank in range(2):
         saved(engine, context, tmp_path / "cache" / f"rank-{rank}-of-2")
-        carried_cache.check_place(tmp_path / "cache", True, Ranks(rank, 2))
+        carried_cache.check_can_save(tmp_path / "cache", True, Ranks(rank, 2), None)
         with pytest.raises(FileExistsError, match=f"rank-{rank}-of-2 is not empty"):
-            carried_cache.check_place(tmp_path / "cache", False, Ranks(rank, 2))
-    carried_cache.check_place(tmp_path / "cache", False, Ranks(2, 3))
+            carried_cache.check_can_save(tmp_path / "cache", False, Ranks(rank, 2), None)
+    carried_cache.check_can_save(tmp_path / "cache", False, Ranks(2, 3), None)
 
 
 def test_another_scorer_in_the_same_file_is_another_policy(make_stock, make_prompts, tmp_path):
