@@ -81,6 +81,7 @@ compare|COMPARE engine.kv_cache_dtype=int4|engine.kv_cache_dtype='int4': expecte
 compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] output=out|is cut off or is no safetensors
 serve|model=STOCK port=70000|port=70000
 study|only=[nobody] output=out|nobody
+study|further={cr8:[full]} output=out|further.cr8: the setting above it is a single value, or has no entries yet: +
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
 fit_scorer|model=STOCK sequence_length=8|sequence_length=8 leaves
 export_megatron|model=STOCK output=out tensor_size=0|tensor_size=0
