@@ -1,10 +1,14 @@
 """The repository's configurations, composed as the scripts compose them."""
 
 import copy
+import functools
+import re
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from dmc.config.command_line import plain_values
 from dmc.training.config import run_config
@@ -20,8 +24,19 @@ def names(group):
 
 
 def composed(*overrides):
+    """Compose a training; each choice of groups once, for Hydra sets values in a copy of it in a tenth of the time."""
+    chosen = [word for word in overrides if (CONFIGS / re.split("[@=]", word.lstrip("+~"))[0]).is_dir()]
+    settings = copy.deepcopy(choose(*chosen))
+    values = OverridesParser.create().parse_overrides([word for word in overrides if word not in chosen])
+    ConfigLoaderImpl._apply_overrides_to_config(values, settings)
+    return run_config(plain_values(settings))
+
+
+@functools.cache
+def choose(*overrides):
+    """Compose a training's settings, as Hydra does."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return run_config(plain_values(compose("train", overrides=[*overrides])))
+        return compose("train", overrides=[*overrides])
 
 
 def on_gpus():
