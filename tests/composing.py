@@ -24,19 +24,24 @@ def names(group):
 
 
 def composed(*overrides):
-    """Compose a training; each choice of groups once, for Hydra sets values in a copy of it in a tenth of the time."""
-    chosen = [word for word in overrides if (CONFIGS / re.split("[@=]", word.lstrip("+~"))[0]).is_dir()]
-    settings = copy.deepcopy(choose(*chosen))
+    return run_config(plain_values(settings_of("train", *overrides)))
+
+
+def settings_of(script, *overrides):
+    """Compose a script's settings: each choice of groups once, in a copy of which Hydra sets the values."""
+    keys = {word: re.split("[@=]", word.lstrip("+~"))[0] for word in overrides}
+    chosen = [word for word, key in keys.items() if key.startswith("hydra") or (CONFIGS / key).is_dir()]
+    settings = copy.deepcopy(choose(script, *chosen))
     values = OverridesParser.create().parse_overrides([word for word in overrides if word not in chosen])
     ConfigLoaderImpl._apply_overrides_to_config(values, settings)
-    return run_config(plain_values(settings))
+    return settings
 
 
 @functools.cache
-def choose(*overrides):
-    """Compose a training's settings, as Hydra does."""
+def choose(script, *overrides):
+    """Compose a script's settings, as Hydra does."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train", overrides=[*overrides])
+        return compose(script, overrides=[*overrides])
 
 
 def on_gpus():
