@@ -63,7 +63,12 @@ def test_every_study_composes_and_opens_with_its_command(name):
 
 
 def test_values_set_after_groups_are_as_hydra_composes_them():
-    words = ["experiment=recall/retrofit", "compression.delay=8", "data.facts=null", "+trainer.lightning.max_time=1"]
+    words = [
+        "experiment=recall/retrofit",
+        "compression.delay=8",
+        "data.facts=null",
+        "+trainer.lightning.deterministic=true",
+    ]
     assert composed(*words) == run_config(plain_values(choose("train", *words)))
 
 
