@@ -9,19 +9,28 @@ import pytest
 from dmc.data import ChainSource, answer_of, build_packed, draw_problem, train_tokenizer
 from dmc.data.chains import HELD_OUT_SIZES
 
+LINE = re.compile(r"([a-zA-Z])[=:<]([a-zA-Z])\+([a-zA-Z])[ ,;/]")
+INPUT = re.compile(r"([a-zA-Z])(\d)")
+
 
 def read_problem(prompt):
-    """Return edges {child: (parent, weight)}, root and target of a problem in any form."""
-    question = re.search(r"\?(\w+)=(\w+)", prompt)
-    root, target = sorted(question.groups(), key=str.isdigit)
-    edges = re.findall(r"([a-zA-Z])([a-zA-Z])(\d)", prompt.replace(question[0], ""))
-    found = {child: (parent, int(weight)) for parent, child, weight in edges}
-    assert len(found) == len(edges) and root not in found
-    return found, root, int(target)
+    """Return inputs {name: digit} and lines [(name, first, second)] of a problem in any form."""
+    given, run = prompt.removesuffix("?\n").split("|")
+    inputs, lines = INPUT.findall(given), LINE.findall(run)
+    assert given == "".join(match[0] for match in INPUT.finditer(given))
+    assert run == "".join(match[0] for match in LINE.finditer(run))
+    names = [name for name, *_ in inputs + lines]
+    assert len({*names}) == len(names)
+    return {name: int(digit) for name, digit in inputs}, lines
 
 
-def path_sum(edges, node):
-    return 0 if node not in edges else edges[node][1] + path_sum(edges, edges[node][0])
+def run_program(prompt):
+    """Return the value of every variable: Python runs the lines."""
+    values, lines = read_problem(prompt)
+    for name, first, second in lines:
+        assert first != second
+        values[name] = eval(f"({first}+{second}) % 10", {}, dict(values))
+    return values
 
 
 def check_solution(prompt, solution):
@@ -60,16 +69,16 @@ def check_solution(prompt, solution):
 @pytest.mark.parametrize("forms", ["seen", "unseen"])
 def test_solutions_are_searches_that_end_at_the_only_answer(size, forms):
     draw = np.random.default_rng(size)
-    for split in ("train", "test"):
-        for _ in range(10):
-            problem = draw_problem(size, draw, split, forms)
-            solutions = {problem.solve(draw) for _ in range(4)}
-            assert size < 9 or len(solutions) > 1, "the order of a search is chance"
-            for solution in solutions:
-                check_solution(problem.prompt, solution)
-                assert problem.is_right(answer_of(solution))
-            wrong = [name for name in problem.names if name != problem.names[problem.goal]]
-            assert not any(map(problem.is_right, [*wrong, None, "?", ""]))
+    for split, _ in itertools.product(("train", "test"), range(10)):
+        problem = draw_problem(size, draw, split, forms)
+        values, (_, lines) = run_program(problem.prompt), read_problem(problem.prompt)
+        written = [
+            f"{name}={first}+{second}:{first}{values[first]}+{second}{values[second]}={name}{values[name]}"
+            for name, first, second in lines
+        ]
+        result = str(values[lines[-1][0]])
+        assert problem.solution.split("\n") == [*written, f"?{result}"] and len(lines) == size
+        assert answer_of(problem.solution) == problem.answer == result
 
 
 def test_an_answer_is_what_a_solution_ends_with():
@@ -77,14 +86,11 @@ def test_an_answer_is_what_a_solution_ends_with():
     assert [answer_of(text) for text in ("a<.00+b\nb<a07=", "b<a07=b\na", "", "=bc")] == [None] * 4
 
 
-def tree_of(prompt):
-    """Return a problem whatever its letters and form: the paths of weights to all nodes, and the answer's."""
-    edges, _, target = read_problem(prompt)
-
-    def path(node):
-        return () if node not in edges else (*path(edges[node][0]), edges[node][1])
-
-    return tuple(sorted(map(path, edges))), target
+def program_of(prompt):
+    """Return a problem whatever its letters and form."""
+    inputs, lines = read_problem(prompt)
+    places = {name: place for place, name in enumerate([*inputs, *(name for name, *_ in lines)])}
+    return (*inputs.values(), *((places[first], places[second]) for _, first, second in lines))
 
 
 def test_splits_share_no_problem():
@@ -160,3 +166,28 @@ def test_what_cannot_be_drawn_is_refused():
         ChainSource(smallest=12, largest=12)
     with pytest.raises(ValueError, match="split='dev'"):
         ChainSource("dev")
+    with pytest.raises(ValueError, match="lesson='sums', letters=52"):
+        ChainSource(lesson="sums")
+    with pytest.raises(ValueError, match="digits=11: expected 1 to 10"):
+        ChainSource(digits=11)
+
+
+def test_lessons_repeat_symbols_and_pairs_of_names_and_symbols():
+    copies = ChainSource(problems=20, lesson="copies")
+    for first, second in copies.read(copies.stream()):
+        assert first == second and len(first.encode()) == 16
+    pairs, names = ChainSource(problems=200, lesson="pairs", letters=8), set()
+    for first, *others in pairs.read(pairs.stream()):
+        said, asked = first[:8], [first[8:], *others]
+        values = dict(re.findall("([a-h])([^a-zA-Z])", said))
+        assert len(values) == 4 and "".join(map("".join, values.items())) == said
+        assert asked[1::2] == [values[name] for name in asked[::2]]
+        assert all(sorted(asked[begin : begin + 8 : 2]) == sorted(values) for begin in (0, 8, 16)) and len(asked) == 24
+        names |= {*values}
+    assert names == {*"abcdefgh"}
+
+
+def test_inputs_can_be_of_few_digits():
+    source = ChainSource(problems=100, largest=3, digits=3)
+    found = {digit for prompt, _ in source.read(source.stream()) for digit in read_problem(prompt)[0].values()}
+    assert found == {0, 1, 2}
