@@ -196,8 +196,8 @@ class ChainSource(DocumentSource):
     def __post_init__(self) -> None:
         if self.lesson not in (None, *get_args(Lesson)) or not 4 <= self.letters <= len(NAMES):
             raise ValueError(
-                f"lesson={self.lesson!r}, letters={self.letters}: expected one of {list(get_args(Lesson))} or null, and "
-                f"4 to {len(NAMES)} letters"
+                f"lesson={self.lesson!r}, letters={self.letters}: expected null or one of {list(get_args(Lesson))}, "
+                f"and 4 to {len(NAMES)} letters"
             )
         if not 1 <= self.digits <= 10:
             raise ValueError(f"digits={self.digits}: expected 1 to 10")

@@ -109,9 +109,8 @@ def test_training_shows_no_held_out_size_and_no_unseen_form():
     sizes = {1 + len(read_problem(prompt)[0]) for prompt in prompts}
     assert sizes == {size for size in range(4, 47) if size not in HELD_OUT_SIZES}
 
-    def layout_of(prompt):
-        separator = re.search(r"[a-zA-Z]{2}\d(.)", prompt)[1]
-        return separator, prompt.startswith("?"), bool(re.search(r"\?\d", prompt))
+    def form_of(prompt):
+        return re.search(r"\|.(.)...(.)", prompt).groups()
 
     unseen = {layout_of(draw_problem(9, draw, "test", "unseen").prompt) for _ in range(60)}
     seen = {layout_of(prompt) for prompt in prompts}
