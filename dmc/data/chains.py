@@ -47,8 +47,10 @@ HELD_OUT_SIZES = (12, 20, 28, 36, 44)
 ANSWER = re.compile(r"=([a-zA-Z])$")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
-SYMBOLS = string.digits + string.punctuation
-"""Values in lessons: so many that a guess among those in sight is worth learning; of digits alone it is not."""
+RARE = "".join(map(chr, range(0x100, 0x280)))
+"""Letters that lessons alone have; the tokenizer learns a token for each."""
+SYMBOLS = string.digits + string.punctuation + RARE
+"""Values in lessons: so many that a guess is worth nothing, and only looking one up helps; of 10 digits it is not so."""
 
 Forms = Literal["seen", "unseen"]
 Lesson = Literal["copies", "pairs"]
@@ -156,21 +158,20 @@ def _written(names: str, inputs: list[int], lines: list[Line], draw: np.random.G
     return f"{given}|{run}?\n"
 
 
-def draw_copy(draw: np.random.Generator) -> tuple[str, str]:
-    """Draw 16 random bytes of text, and the same again."""
-    symbols = [*draw.integers(33, 127, size=6), *draw.integers(0xA1, 0x800, size=5)]  # these have two bytes each
-    text = "".join(chr(symbol) for symbol in draw.permutation(symbols))
-    return text, text
+def draw_copy(draw: np.random.Generator) -> tuple[str, ...]:
+    """Draw 16 random symbols and letters, and the same again; the end is not learned, or lengths would be counted."""
+    text = "".join(draw.choice(list(SYMBOLS + NAMES), size=16).tolist())
+    return text, text, ""
 
 
 def draw_pairs(letters: int, draw: np.random.Generator) -> tuple[str, ...]:
     """Draw 4 of the first letters with a symbol each; all are said, then asked for three times, in random orders."""
-    names = draw.permutation(list(NAMES[:letters]))[:4]
-    values = dict(zip(names, draw.choice(list(SYMBOLS), size=4), strict=True))
+    names = draw.permutation(list(NAMES[:letters]))[:4].tolist()
+    values = dict(zip(names, draw.choice(list(SYMBOLS), size=4).tolist(), strict=True))
     said = "".join(f"{name}{value}" for name, value in values.items())
     asked = [name for _ in range(3) for name in draw.permutation(names)]
     parts = [part for name in asked for part in (name, values[name])]
-    return (f"{said}{parts[0]}", *parts[1:])
+    return (f"{said}{parts[0]}", *parts[1:], "")
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,13 @@ class DocumentEncoder:
         return Encoded(np.array([*self.framing.begin, *token_ids, self.framing.end], dtype=np.int32))
 
     def _in_turn(self, parts: Sequence[str]) -> Encoded:
-        """Encode texts of which every second is learned: tokens that end in it."""
+        """Encode texts of which every second is learned, tokens that end in it; the end, if the last one is."""
         encoded = self._with_offsets("".join(parts))
         ends = np.cumsum([len(part) for part in parts])
         places = np.searchsorted(ends, [stop - 1 for _, stop in encoded["offset_mapping"]], side="right")
         learned = (places % 2 == 1).tolist()
         framed = self._framed(encoded["input_ids"])
-        return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
+        return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, len(parts) % 2 == 0]))
 
     def _chat(self, messages: Chat) -> Encoded:
         if not all(isinstance(message, dict) for message in messages):
