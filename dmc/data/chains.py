@@ -35,16 +35,17 @@ from dmc.data.code import Split, split_of
 from dmc.data.sources import Document, DocumentSource
 
 NAMES = string.ascii_letters
-"""Names of nodes."""
-MOST_CHILDREN = 3
+"""Names of variables."""
+MOST_INPUTS = 4
+MOST_LINES = len(NAMES) - MOST_INPUTS
 SEPARATORS = (" ", ",", ";", "/")
 SIGNS = ("=", ":", "<")
 """Forms of problems: a line ends with a separator, its name with a sign."""
 UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
 """Signs and separators that no training shows together."""
 HELD_OUT_SIZES = (12, 20, 28, 36, 44)
-"""Numbers of nodes that no training shows."""
-ANSWER = re.compile(r"=([a-zA-Z])$")
+"""Numbers of lines that no training shows."""
+ANSWER = re.compile(r"\?(\d)\Z")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
 RARE = "".join(map(chr, range(0x100, 0x280)))
@@ -66,18 +67,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Problem:
-    """A tree and a target; node 0 is the root."""
+    """A program, and its text."""
 
     names: str
-    """One letter for each node."""
-    parents: tuple[int, ...]
-    """Parent of each node, -1 of the root; it comes before its children."""
-    weights: tuple[int, ...]
-    """Weight of the edge from each node's parent, 1 to 9; 0 of the root."""
-    goal: int
-    """The node that is asked for."""
+    """One letter for each variable: inputs, then lines."""
+    inputs: tuple[int, ...]
+    """Digits of the inputs."""
+    lines: tuple[Line, ...]
     prompt: str
-    """The problem as text."""
+    """The program as text."""
 
     @cached_property
     def values(self) -> list[int]:
@@ -87,13 +85,10 @@ class Problem:
             found.append((found[line.first] + found[line.second]) % 10)
         return found
 
-    @cached_property
-    def paths(self) -> list[str]:
-        """Weights from the root to each node, sorted: the same for trees that differ in their nodes' order alone."""
-        found: list[str] = []
-        for parent, weight in zip(self.parents, self.weights, strict=True):
-            found.append(f"{found[parent]}{weight}" if parent >= 0 else "")
-        return sorted(found)
+    @property
+    def answer(self) -> str:
+        """Value of the last line."""
+        return str(self.values[-1])
 
     @cached_property
     def solution(self) -> str:
@@ -119,7 +114,7 @@ def draw_problem(
     """Draw a problem of a split: by a hash of the program, whatever its letters and its form.
 
     Args:
-        size: number of nodes.
+        size: number of lines.
         draw: source of randomness.
         split: see `split_of`.
         forms: whether it is written in a form that occurs in training.
@@ -204,9 +199,9 @@ class ChainSource(DocumentSource):
             raise ValueError(f"digits={self.digits}: expected 1 to 10")
         if self.split not in get_args(Split):
             raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
-        if not 2 <= self.smallest <= self.largest <= len(NAMES):
+        if not 1 <= self.smallest <= self.largest <= MOST_LINES:
             raise ValueError(
-                f"smallest={self.smallest}, largest={self.largest}: expected 2 <= smallest <= largest <= {len(NAMES)}"
+                f"smallest={self.smallest}, largest={self.largest}: expected 1 <= smallest <= largest <= {MOST_LINES}"
             )
         if not self.sizes or self.problems < 1:
             raise ValueError(f"problems={self.problems} of sizes {self.sizes}: expected at least one of each")
@@ -214,7 +209,7 @@ class ChainSource(DocumentSource):
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of nodes, without those that training does not show."""
+        """Numbers of lines, without those that training does not show."""
         return [size for size in range(self.smallest, self.largest + 1) if size not in HELD_OUT_SIZES]
 
     @property
@@ -238,8 +233,8 @@ class ChainSource(DocumentSource):
         return {"chains": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
 
     def num_bytes(self) -> int:
-        """Return the approximate size: a node has an edge of 4 characters, and half of some 20 of a solution."""
-        return self.problems * 14 * (self.smallest + self.largest) // 2
+        """Return the approximate size: a line has 6 characters of the problem and 15 of the solution."""
+        return self.problems * 21 * (self.smallest + self.largest) // 2
 
     def stream(self) -> IterableDataset:
         """Stream the problems, some hundreds in a shard."""
