@@ -149,3 +149,15 @@ def test_inputs_can_be_of_few_digits():
     source = ChainSource(problems=100, largest=3, digits=3)
     found = {digit for prompt, _ in source.read(source.stream()) for digit in read_problem(prompt)[0].values()}
     assert found == {0, 1, 2}
+
+
+@pytest.mark.parametrize("lesson", ["copies", "pairs"])
+def test_of_a_lesson_every_second_part_is_trained_on_and_its_end_is_not(tmp_path, lesson):
+    source = ChainSource(problems=40, lesson=lesson)
+    copies = ChainSource(problems=4000, lesson="copies")  # of pairs the tokenizer would learn some as one token
+    tokenizer = train_tokenizer(copies.documents(), 641, tmp_path / "tokenizer")
+    packed = build_packed(source, tokenizer, 33, tmp_path / "cache", document_starts=True, whole_documents=True)
+    for item, parts in zip((packed[index] for index in range(40)), source.read(source.stream()), strict=True):
+        assert tokenizer.decode(item["input_ids"]) == "".join(parts) + tokenizer.eos_token
+        expected = [place % 2 == 1 for place, part in enumerate(parts) for _ in part]
+        assert item["loss_mask"].tolist() == [*expected, False] and any(expected)
