@@ -7,7 +7,7 @@ ones, so nearly every line counts. Asked is for the value of the last one. The s
     a7c3|e=a+c,g=e+a,?          inputs, then lines
     e=a+c:a7+c3=e0              the line, the line with its operands' values, and its own value
     g=e+a:e0+a7=g7
-    ?7                          the answer
+    ?g7                         the answer
 
 Every line needs what stands far back: itself, in the program; the values of its operands, among the inputs or in any
 earlier line; the name of the next line, behind it in the program. Each of these steps finds what followed a name
@@ -45,7 +45,7 @@ UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
 """Signs and separators that no training shows together."""
 HELD_OUT_SIZES = (12, 20, 28, 36, 44)
 """Numbers of lines that no training shows."""
-ANSWER = re.compile(r"\?(\d)\Z")
+ANSWER = re.compile(r"\?[a-zA-Z](\d)\Z")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
 RARE = "".join(map(chr, range(0x100, 0x280)))
@@ -99,7 +99,7 @@ class Problem:
             f"{named[line.first]}+{named[line.second]}={named[number]}\n"
             for number, line in enumerate(self.lines, len(self.inputs))
         ]
-        return f"{''.join(lines)}?{self.answer}"
+        return f"{''.join(lines)}?{named[-1]}"
 
 
 def answer_of(solution: str) -> str | None:

@@ -71,9 +71,9 @@ OPTIONS = {"lines": (9, 12), "problems": 3, "max_new_tokens": 12}
 def test_a_writer_of_right_answers_scores_one_and_one_without_an_answer_nothing(tiny_model, tokenizer):
     task = ChainReasoning(**OPTIONS)
     for write, share, answered in (
-        (lambda prompt, _: f"e=a+c:a0\n?{right_answer(prompt)}", 1, 1),
-        (lambda prompt, _: f"e=a+c:a0\n?{wrong_answer(prompt)}", 0, 1),
-        (lambda prompt, _: f"e=a+c:a0+c3\n?{right_answer(prompt)}", 0, 0),  # too long
+        (lambda prompt, _: f"e=a+c:a\n?e{right_answer(prompt)}", 1, 1),
+        (lambda prompt, _: f"e=a+c:a\n?e{wrong_answer(prompt)}", 0, 1),
+        (lambda prompt, _: f"e=a+c:a0+c3\n?e{right_answer(prompt)}", 0, 0),  # too long
     ):
         row, stats, samples = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
         assert row["metrics"]["exact_match"] == row["metrics"]["single_chain"] == share
@@ -93,7 +93,7 @@ def test_chains_vote(tiny_model, tokenizer, vote, share):
 
         def write(prompt, number, kinds=kinds):
             answer = {"r": right_answer(prompt), "w": wrong_answer(prompt), "-": "\n"}[kinds[number]]
-            return "a" * (number + 1) + f"?{answer}"
+            return "a" * (number + 1) + f"?e{answer}"
 
         task = ChainReasoning(chains=3, vote=vote, **OPTIONS)
         row, stats, _ = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
@@ -101,7 +101,7 @@ def test_chains_vote(tiny_model, tokenizer, vote, share):
         assert row["metrics"]["single_chain"] == pytest.approx(kinds.count("r") / 3)
         assert row["metrics"]["any_chain"] == ("r" in kinds)
         assert row["metrics"]["answered"] == pytest.approx(1 - kinds.count("-") / 3)
-        assert row["metrics"]["chain_tokens"] == 2 + 2 + 1
+        assert row["metrics"]["chain_tokens"] == 2 + 3 + 1
         assert len(stats) == 6 * 3
 
 
