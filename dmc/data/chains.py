@@ -43,8 +43,6 @@ SIGNS = ("=", ":", "<")
 """Forms of problems: a line ends with a separator, its name with a sign."""
 UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
 """Signs and separators that no training shows together."""
-HELD_OUT_SIZES = (12, 20, 28, 36, 44)
-"""Numbers of lines that no training shows."""
 ANSWER = re.compile(r"\?[a-zA-Z](\d)\Z")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
@@ -203,14 +201,9 @@ class ChainSource(DocumentSource):
             raise ValueError(
                 f"smallest={self.smallest}, largest={self.largest}: expected 1 <= smallest <= largest <= {MOST_LINES}"
             )
-        if not self.sizes or self.problems < 1:
-            raise ValueError(f"problems={self.problems} of sizes {self.sizes}: expected at least one of each")
+        if self.problems < 1:
+            raise ValueError(f"problems={self.problems}: expected at least one")
         super().__post_init__()
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of lines, without those that training does not show."""
-        return [size for size in range(self.smallest, self.largest + 1) if size not in HELD_OUT_SIZES]
 
     @property
     def label(self) -> str:
@@ -261,5 +254,5 @@ def _drawn(source: ChainSource, numbers: range) -> Iterator[tuple[str, ...]]:
         elif source.lesson == "pairs":
             yield draw_pairs(source.letters, draw)
         else:
-            problem = draw_problem(int(draw.choice(source.sizes)), draw, source.split, digits=source.digits)
+            problem = draw_problem(int(draw.integers(source.smallest, source.largest + 1)), draw, source.split, digits=source.digits)
             yield problem.prompt, problem.solution
