@@ -46,7 +46,7 @@ class ChainReasoning(VotingOptions):
     main_metric = "exact_match"
     higher_is_better = True
 
-    lines: Counts = (20,)
+    lines: Counts = (28,)
     """Numbers of lines of the programs; a line has 15 tokens of the solution."""
     problems: Count = 64
     """Number of problems of each size."""
@@ -54,9 +54,9 @@ class ChainReasoning(VotingOptions):
     """Whether problems are written in forms that occur in training."""
     split: Split = "test"
     """Split of the problems; choices are made on `validation`."""
-    max_new_tokens: Count = 400
+    max_new_tokens: Count = 600
     """Tokens of a chain at the most: one that has not come to an answer by then has none."""
-    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.0
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.2
     """Of the sampling; 0 is greedy, for one chain."""
     seed: StrictInt = 0
 
