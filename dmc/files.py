@@ -74,7 +74,9 @@ def locked(file: Path, timeout: float = 0) -> Iterator[None]:
 
 
 @contextmanager
-def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> Iterator[Path]:
+def replacement(
+    folder: Path, overwrite: bool, inputs: Iterable[Path] = (), marker: str | None = None
+) -> Iterator[Path]:
     """Yield a folder to write into, which replaces `folder` once all is written; after an error nothing is replaced.
 
     The two hidden names beside it, `.NAME.partial` and `.NAME.retired`, are taken for what a kill has left of this.
@@ -86,7 +88,7 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
     partial, retired = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "retired"))
     if partial.is_dir():  # else what is retired was replaced, and a kill came while it was removed
         _restore(folder, retired)
-    refuse_occupied(name, overwrite, inputs)
+    refuse_occupied(name, overwrite, inputs, marker)
     for rest in (partial, retired):
         shutil.rmtree(rest, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -96,7 +98,7 @@ def replacement(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> I
         record.write_text(json.dumps(_names(partial), indent=1) + "\n")
         for weights in partial.rglob("*.safetensors"):  # safetensors writes files that only their owner may read
             weights.chmod(record.stat().st_mode)
-        refuse_occupied(name, overwrite, inputs)  # writing takes hours: look again
+        refuse_occupied(name, overwrite, inputs, marker)  # writing takes hours: look again
         if folder.exists():
             folder.rename(retired)
         partial.rename(folder)
@@ -113,15 +115,17 @@ def _restore(folder: Path, retired: Path) -> None:
         retired.rename(folder)
 
 
-def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), marker: str | None = None) -> None:
     """Check that `folder` may be written, or replaced.
 
     Args:
         folder: new, empty, or with `overwrite` one that holds nothing but the files that `replacement` has written.
         overwrite: whether it may be replaced.
         inputs: paths that are read to write it; neither these nor folders that hold them are ever replaced.
+        marker: file that every folder of this kind has: one without it, such as a model where a cache is saved, is not
+            replaced. None: any kind is.
     Raises:
-        FileExistsError: the folder holds other files; the message names one.
+        FileExistsError: the folder holds other files, of which the message names one, or is of another kind.
     """
     place = folder.resolve()
     parent = next(path for path in place.parents if path.exists())
@@ -134,12 +138,12 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = ()) 
         return
     if not overwrite:
         raise FileExistsError(f"{folder} is not empty: give another output, or overwrite=true to replace an export")
-    if foreign := _foreign(place):
+    if foreign := _foreign(place, marker):
         raise FileExistsError(f"{folder} {foreign}, and is not replaced: give another output, or remove it by hand")
 
 
-def _foreign(folder: Path) -> str | None:
-    """Return what a folder holds that its record does not list, or None."""
+def _foreign(folder: Path, marker: str | None) -> str | None:
+    """Return what a folder holds that its record does not list, or what it lacks, or None."""
     if not folder.is_dir():
         return "is a file"
     try:
@@ -147,7 +151,9 @@ def _foreign(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError):
         return f"holds files but no {RECORD_NAME}, which lists those that were written here"
     others = [name for name in _names(folder) if name not in listed or (folder / name).is_symlink()]
-    return f"holds {others[0]}, which its {RECORD_NAME} does not list" if others else None
+    if others:
+        return f"holds {others[0]}, which its {RECORD_NAME} does not list"
+    return None if marker is None or marker in listed else f"holds no {marker}, so it is something else"
 
 
 def _names(folder: Path) -> list[str]:

@@ -90,7 +90,9 @@ def _hint(name: str, values: Any) -> str:
     if found := difflib.get_close_matches(name, map(str, values), n=1):
         return f"did you mean {found[0]!r}?"
     known = ", ".join(str(key) for key in values if key != "hydra")
-    return f"expected one of {known}" if known else "the setting above it is a single value"
+    if known:
+        return f"expected one of {known}"
+    return "the setting above it is a single value, or has no entries yet: + before the name adds one"
 
 
 def _paths(values: Any) -> list[str]:

@@ -10,10 +10,10 @@ METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV
 METHODS += ["D2O", "ExpectedAttention", "KVzip", "AttentionMatching"]
 
 
-def write_scorer(file, num_layers=2, kv_heads=2, window=4, state_size=3, width=5):
+def write_scorer(file, num_layers=2, kv_heads=2, window=4, state_size=3, width=5, seed=0):
     """Write a random scorer for the tiny models, and return its file's name."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         scorer = DelayedScorer(ScorerConfig(window, state_size, width), num_layers, kv_heads, head_dim=16)
     with torch.no_grad():
         for name, weights in scorer.named_buffers():

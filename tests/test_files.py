@@ -91,6 +91,18 @@ def test_inputs_and_files_are_never_replaced(tmp_path):
     assert files_in(tmp_path)["model/weights"] == b"1"
 
 
+def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
+    with replacement(tmp_path / "model", overwrite=False, marker="weights") as partial:
+        (partial / "weights").write_text("1")
+    with (
+        pytest.raises(FileExistsError, match=r"model holds no cache.json, so it is something else, and is not"),
+        replacement(tmp_path / "model", overwrite=True, marker="cache.json"),
+    ):
+        raise AssertionError
+    assert files_in(tmp_path)["model/weights"] == b"1"
+    write_model(tmp_path / "model", "2")
+
+
 def test_a_linked_folder_is_replaced_where_it_lies(tmp_path):
     write_model(tmp_path / "place" / "model", "1")
     (tmp_path / "link").symlink_to(tmp_path / "place" / "model")

@@ -115,7 +115,8 @@ def protected(policies: Sequence[Any], share: float, configs: Path) -> list[Any]
         evicts = settings and isinstance(plan_methods({name: settings}, [2])[0].build(), Protection)
         if evicts and not settings.get("protect"):
             changes = {"name": f"{name}+protect={share:g}", "protect": share}
-            found.append(changes["name"] if isinstance(entry, str) else entry | changes)
+            if changes["name"] not in known:
+                found.append(changes["name"] if isinstance(entry, str) else entry | changes)
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
+from dmc.files import refuse_occupied
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.policies import H2O, SnapKV
 from dmc.results.tasks import FactRecall, Sample
@@ -63,6 +64,8 @@ class DemoConfig:
 def demo(config: DemoConfig) -> None:
     """Print what each cache keeps and answers."""
     folders = {name: path or str(SHIPPED / name) for name, path in vars(config.models).items()}
+    for name in folders if config.save else ():
+        refuse_occupied(Path(str(config.save)) / name, overwrite=False)
     control, retrofit = (load_with_tokenizer(folders[name], "float32")[0] for name in ("control", "retrofit"))
     tokenizer = load_tokenizer(folders["retrofit"])
     if config.save:

@@ -13,12 +13,13 @@ import torch
 from pydantic import StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import OutputFolder, checked_dataclass
-from dmc.files import refuse_occupied
 from dmc.models import load_model
 from dmc.models.loading import load_tokenizer
 from dmc.models.tensor_parallel import load_shard
+from dmc.ranks import ALONE, Ranks
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine, GenerationStats, SamplingParams, Session
+from dmc.runtime.carried_cache import check_can_save
 
 STORAGE = ("block_size", "memory", "kernels", "cuda_graphs", "compile", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -71,15 +72,17 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> None:
     """Print the prompt and its continuation, and save the context's cache; under torchrun processes share the model."""
-    if config.save is not None:
-        refuse_occupied(Path(config.save), config.overwrite)
-    params = SamplingParams(**{name: getattr(config, name) for name in SAMPLING}, stop=tuple(config.stop))
     policy = policy_from_config(config.policy, config.budget)
+    if config.save is not None:
+        ranks = Ranks.init_process_group() if torch.distributed.is_torchelastic_launched() else ALONE
+        check_can_save(Path(config.save), config.overwrite, ranks, policy)
+    text = None if config.context is None or Path(config.context).is_dir() else _read_text(config.context)
+    params = SamplingParams(**{name: getattr(config, name) for name in SAMPLING}, stop=tuple(config.stop))
     model = _load(config)
     tokenizer = load_tokenizer(config.model, config.revision, model.config.vocab_size)
     engine = Engine(model, tokenizer, policy, **{name: getattr(config, name) for name in STORAGE})
     is_first = engine.cache.layout.ranks.rank == 0
-    with _after_context(engine, config.context, is_first) as session:
+    with _after_context(engine, config.context, text, is_first) as session:
         if config.save is not None and session is not None:
             engine.save(session, config.save, config.overwrite)
         if config.prompt is None:
@@ -93,19 +96,26 @@ def generate(config: GenerateConfig) -> None:
 
 
 @contextmanager
-def _after_context(engine: Engine, context: str | None, is_first: bool) -> Iterator[Session | None]:
-    """Yield a session that has read a text, or goes on from a carried cache; None without a context."""
-    if context is None:
-        yield None
-    elif Path(context).is_dir():
-        with engine.load(context) as session:
-            yield session
-    else:
+def _after_context(engine: Engine, folder: str | None, text: str | None, is_first: bool) -> Iterator[Session | None]:
+    """Yield a session that has read a text, or goes on from a carried cache; None without either."""
+    if text is not None:
         with engine.session() as session:
-            stats = session.feed(Path(context).read_text())
+            stats = session.feed(text)
             if is_first:
                 _report(stats)
             yield session
+    elif folder is not None:
+        with engine.load(folder) as session:
+            yield session
+    else:
+        yield None
+
+
+def _read_text(context: str) -> str:
+    try:
+        return Path(context).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"context={context} is no text in UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _report(stats: GenerationStats) -> None:
@@ -116,5 +126,5 @@ def _report(stats: GenerationStats) -> None:
 
 def _load(config: GenerateConfig) -> Any:
     if torch.distributed.is_torchelastic_launched():
-        return load_shard(config.model, None if config.dtype == "auto" else getattr(torch, config.dtype))
+        return load_shard(config.model, config.dtype, revision=config.revision)
     return load_model(config.model, dtype=config.dtype, revision=config.revision)

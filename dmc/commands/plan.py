@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.budget import sequence_ratio
@@ -31,7 +32,7 @@ class CapacityConfig:
     """GiB."""
     context: Count = 4096
     """Tokens of prompt and answer."""
-    ratios: list[Ratio] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    ratios: Annotated[list[Ratio], Field(min_length=1)] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     kv_cache_dtype: str = "auto"
     action: Literal["merge", "drop"] = "drop"

@@ -17,13 +17,12 @@ from typing import Annotated, Any
 from pydantic import Field, StrictBool, StrictInt
 from tqdm import tqdm
 
-from dmc.config.instantiate import instantiate
-from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass
+from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass, suggest
 from dmc.data.cache import available_cores
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
-from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods
+from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods, plan_tasks
 from dmc.results.measurement import FULL
 from dmc.training.model_folder import is_final
 
@@ -67,9 +66,12 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if CONTROL not in self.runs:
             raise ValueError(f"runs={list(self.runs)} has no {CONTROL!r}: every run is compared with it")
+        compressed = [name for name in self.runs if name != CONTROL]
         for name in filter(None, map(bytes_budget, self.budgets)):
-            if share_of(name) is None and name not in self.runs:
-                raise ValueError(f"budgets: bytes:{name}: expected one of the runs {', '.join(self.runs)}")
+            if share_of(name) is None and name not in compressed:
+                raise ValueError(f"budgets: bytes:{name}: expected one of the runs {', '.join(compressed)}")
+        if len({*self.seeds}) < len(self.seeds):
+            raise ValueError(f"seeds={self.seeds}: give each once")
         for setting, names in (("only", self.only or ()), ("further", self.further)):
             if unknown := sorted({*names} - {*self.runs}):
                 raise ValueError(f"{setting}={unknown}: expected some of {', '.join(self.runs)}")
@@ -158,14 +160,22 @@ def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[S
 
 
 def check_measurements(config: StudyConfig, configs: Path) -> None:
-    """Look up all policies, budgets and tasks, so that misspelled names fail before hours of training.
+    """Look up all policies, budgets and tasks, so that what cannot be measured fails before hours of training.
 
     Raises:
-        ValueError, FileNotFoundError: see `plan_grid`.
+        ValueError, FileNotFoundError: see `plan_grid`; or the full cache, or a policy of `further`, is not among them.
     """
-    plan_methods(named_settings(config.policies, configs / "policy", "policies"), config.budgets)
-    for name, settings in named_settings(config.tasks, configs / "task", "tasks").items():
-        instantiate(settings, f"tasks.{name}")
+    policies = named_settings(config.policies, configs / "policy", "policies")
+    built = [policy for method in plan_methods(policies, config.budgets) if (policy := method.build()) is not None]
+    for path in (path for policy in built for path in policy.files):
+        if not path.is_file():
+            raise FileNotFoundError(f"policies: {path} does not exist")
+    if FULL not in policies:
+        raise ValueError(f"policies={[*policies]} lacks {FULL!r}: every run is compared with the control's full cache")
+    for run, names in config.further.items():
+        for unknown in {*names} - {*policies}:
+            raise ValueError(f"further.{run}: {unknown!r} is none of the policies; {suggest(unknown, policies)}")
+    plan_tasks(_grid(config, {CONTROL: ""}, []), configs, "")
 
 
 def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) -> str:
@@ -187,13 +197,21 @@ def evaluate_runs(config: StudyConfig, runs: Sequence[StudyRun], configs: Path) 
         models[run.label]["policies"] = None if run.name == CONTROL else [FULL, *config.further.get(run.name, ())]
     if not models:
         return "no control is finished: there is nothing to compare with"
-    named = [(budget, bytes_budget(budget)) for budget in config.budgets]
-    budgets = [budget for budget, name in named if not name or share_of(name) is not None or name in there]
-    grid = CompareConfig(
+    compressed = there - {CONTROL}
+
+    def can_be_met(budget: Any) -> bool:
+        whose = bytes_budget(budget)
+        return whose is None or share_of(whose) is not None or (whose in compressed if whose else bool(compressed))
+
+    grid = _grid(config, models, [*filter(can_be_met, config.budgets)])
+    return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_this_grid=True)
+
+
+def _grid(config: StudyConfig, models: dict[str, Any], budgets: list[Any]) -> CompareConfig:
+    return CompareConfig(
         models, config.policies, config.tasks, budgets, config.engine, reference=CONTROL,
         overwrite=config.overwrite, output=str(Path(config.output) / "compare"),
     )  # fmt: skip
-    return compare(grid, configs, load_with_tokenizer, metrics=METRICS, only_this_grid=True)
 
 
 def run_study(config: StudyConfig, script: Path, configs: Path) -> str | None:

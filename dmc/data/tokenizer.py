@@ -152,7 +152,7 @@ def train_tokenizer(
         wait_for_first(lambda: known.is_file() and known.read_text() == source)
     with locked(folder.with_name(f".{folder.name}.lock"), timeout=-1):
         try:
-            refuse_occupied(folder, overwrite=True)
+            refuse_occupied(folder, overwrite=True, marker=_TRAINING_FILE)
         except FileExistsError as error:
             raise FileExistsError(f"data.tokenizer.folder: {error}") from None
         file = folder / _TRAINING_FILE
@@ -164,7 +164,7 @@ def train_tokenizer(
             if trained_on != record:
                 if trained_on:
                     logger.warning("%s holds a tokenizer trained otherwise; it is replaced.", folder)
-                with replacement(folder, overwrite=True) as partial:
+                with replacement(folder, overwrite=True, marker=_TRAINING_FILE) as partial:
                     _train(texts, vocab_size).save_pretrained(partial)
                     (partial / _TRAINING_FILE).write_text(json.dumps(record))
             if sources is not None:

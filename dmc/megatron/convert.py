@@ -11,6 +11,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
+from transformers.utils import CONFIG_NAME
 
 from dmc.files import refuse_occupied, replacement
 from dmc.megatron.checkpoint import FILE_NAMES, LAYER, TRACKER, Checkpoint, read_checkpoint
@@ -53,7 +54,7 @@ def import_checkpoint(
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
     inputs = [checkpoint] if tokenizer is None else [checkpoint, Path(tokenizer)]
-    refuse_occupied(output, overwrite, inputs)
+    refuse_occupied(output, overwrite, inputs, CONFIG_NAME)
     source = read_checkpoint(checkpoint, arguments or {})
     saved_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     if vocab_size is None:
@@ -63,7 +64,7 @@ def import_checkpoint(
         config.bos_token_id, config.eos_token_id = saved_tokenizer.bos_token_id, saved_tokenizer.eos_token_id
     gates = getattr(config, "compression", None)
     card = ModelCard("A Llama from Megatron-LM", base=str(checkpoint), data="not known here")
-    with replacement(output, overwrite, inputs) as partial:
+    with replacement(output, overwrite, inputs, CONFIG_NAME) as partial:
         write_weights(partial, parts, source.shards)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)
@@ -168,7 +169,7 @@ def export_checkpoint(
         FileNotFoundError, ValueError: see `check_weights` and `arguments_of`; or the model does not divide.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
     """
-    refuse_occupied(output, overwrite, [folder])
+    refuse_occupied(output, overwrite, [folder], TRACKER)
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if tensor_size < 1 or vocab_multiple < 1:
@@ -179,7 +180,7 @@ def export_checkpoint(
     arguments = arguments_of(config, tensor_size, padded, weights["model.embed_tokens.weight"][:0].dtype)
     parts = list(parts_of(config, tensor_size, padded))
     scale = decision_scale(config)
-    with replacement(output, overwrite, [folder]) as partial:
+    with replacement(output, overwrite, [folder], TRACKER) as partial:
         (partial / TRACKER).write_text("release")
         for rank in range(tensor_size):
             model: dict[str, Tensor | None] = {}

@@ -12,7 +12,7 @@ from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
 from dmc.models.conversion import retrofit
 from dmc.models.modeling import CompressedCausalLM
-from dmc.models.weights import check_weights, local_folder, open_weights
+from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
 
 
 def load_model(folder: Any, **kwargs: Any) -> Any:
@@ -26,9 +26,8 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     Raises:
         FileNotFoundError, ValueError: see `check_weights` and `from_dms`.
     """
-    dtype = kwargs.get("dtype", "auto")
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r}: expected auto, or a torch dtype such as float32 or bfloat16")
+    if isinstance(dtype := kwargs.get("dtype"), str):
+        read_dtype(dtype)
     check_weights(folder, reads_dms=True)
     if not Path(str(folder)).is_dir():
         config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
-from dmc.models.weights import check_weights, local_folder, open_weights
+from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
 from dmc.ranks import Ranks
 
 OF_ATTENTION = {
@@ -64,24 +64,27 @@ class Cut:
         return torch.cat(shares, self.dim)
 
 
-def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
+def load_shard(
+    folder: Any, dtype: str = "auto", device: torch.device | str | None = None, revision: str | None = None
+) -> Any:
     """Load this rank's share of a causal LM; called by every process that `torchrun` started.
 
     Only this rank's slices are read, so a model may be as large as the memory of all ranks together.
 
     Args:
         folder: a local folder or a hub name.
-        dtype: dtype of the weights; None: as the configuration says.
+        dtype: dtype of the weights; "auto": as the configuration says.
         device: None: the GPU with this process's local rank, or the CPU.
+        revision: hub revision.
     Returns:
         The model in eval mode; `Engine` serves it as any other, on all ranks together.
     Raises:
         RuntimeError: not started by torchrun.
-        ValueError: heads or MLP cannot be divided evenly; or see `check_weights`.
+        ValueError: heads or MLP cannot be divided evenly; or see `read_dtype` and `check_weights`.
         FileNotFoundError: see `check_weights`.
     """
-    ranks = Ranks.init_process_group()
-    folder = local_folder(str(folder))
+    wanted, ranks = read_dtype(dtype), Ranks.init_process_group()
+    folder = local_folder(str(folder), revision)
     check_weights(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if device is None:
@@ -92,7 +95,7 @@ def load_shard(folder: Any, dtype: torch.dtype | None = None, device: torch.devi
         model = AutoModelForCausalLM.from_config(config)
     cuts = shard_model(model, ranks)
     exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    stored = _read_slices(folder, cuts, ranks, dtype or config.dtype or torch.float32, device, exact)
+    stored = _read_slices(folder, cuts, ranks, wanted or config.dtype or torch.float32, device, exact)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     fill_buffers(model, device)

@@ -166,6 +166,20 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def read_dtype(name: str) -> torch.dtype | None:
+    """Read the name of the weights' dtype; None: "auto", the configuration's.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    if name == "auto":
+        return None
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={name!r}: expected auto, or a torch dtype such as float32 or bfloat16")
+    return found
+
+
 def local_folder(name: str, revision: str | None = None) -> Path:
     """Return a folder with safetensors and JSON files; those of a hub name are downloaded."""
     if Path(name).is_dir():

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -221,9 +222,20 @@ class CachePolicy:
         return False
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that it reads, whose content is a part of its settings; ValueError: one that it needs is not named."""
+        return ()
+
+    @property
     def can_fork(self) -> bool:
         """Whether its whole state of a sequence is in the cache's fields, so that copying them forks the sequence."""
         return True
+
+    @property
+    def why_not_copied(self) -> str | None:
+        """Why a copy of the cache's fields is not all of a sequence, or None."""
+        elsewhere = f"policy={type(self).__name__}: it keeps a part of its state outside the pages; use another"
+        return None if self.can_fork else elsewhere
 
     def check_dtype(self, kv_cache_dtype: str) -> None:
         """Raise a ValueError if the policy cannot work on such pages."""

@@ -129,8 +129,13 @@ class DelayedScorer(nn.Module):
         return scores + self.output_bias[index][:, None], state
 
     def save(self, file: Path) -> None:
-        """Write weights and shape as safetensors."""
-        save_file(dict(self.state_dict()), file, {"scorer": json.dumps(dataclasses.asdict(self.config))})
+        """Write weights and shape as safetensors, all of it or nothing."""
+        partial = file.with_name(f".{file.name}.partial")
+        try:
+            save_file(dict(self.state_dict()), partial, {"scorer": json.dumps(dataclasses.asdict(self.config))})
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, file: Path) -> DelayedScorer:

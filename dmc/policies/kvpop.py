@@ -37,6 +37,13 @@ class KVpop(EvictionPolicy):
     sums: ClassVar[tuple[Sum, ...]] = ("score",)
 
     @property
+    @override
+    def files(self) -> tuple[Path, ...]:
+        if self.scorer is None:
+            raise ValueError("KVpop needs scorer=FILE, which scripts/fit_scorer.py writes for the model")
+        return (Path(self.scorer),)
+
+    @property
     def serves_compressed(self) -> bool:
         """See `CachePolicy`: the scorer reads every token."""
         return False
@@ -48,9 +55,7 @@ class KVpop(EvictionPolicy):
 
     @cached_property
     def _scorer(self) -> DelayedScorer:
-        if self.scorer is None:
-            raise ValueError("KVpop needs scorer=FILE, which scripts/fit_scorer.py writes for the model")
-        return DelayedScorer.load(Path(self.scorer))
+        return DelayedScorer.load(*self.files)
 
     @override
     def fitted(self, num_layers: int, block_size: int) -> KVpop:

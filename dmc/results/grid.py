@@ -19,7 +19,6 @@ from dmc.config.instantiate import instantiate
 from dmc.config.settings import Count, OutputFolder, checked_dataclass, suggest
 from dmc.data import DocumentSource
 from dmc.kernels import BACKENDS
-from dmc.kernels.layout import KV_CACHE_DTYPES
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
@@ -28,6 +27,8 @@ from dmc.results.models import PlannedModel, plan_model
 from dmc.results.policies import budget_name, parse_budget, policy_from_config
 from dmc.results.tasks import Task, split_of_text
 from dmc.results.tasks.asking import Question
+from dmc.runtime.carried_cache import file_hash
+from dmc.runtime.options import EngineOptions
 
 BATCHING = ("max_batch_size", "memory")
 """Engine settings that decide how many samples run at the same time."""
@@ -46,10 +47,12 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"engine.kv_cache_dtype={self.kv_cache_dtype!r}: expected {' or '.join(KV_CACHE_DTYPES)}")
         if self.kernels not in ("auto", *BACKENDS):
             raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
+        try:
+            EngineOptions(**vars(self))
+        except ValueError as error:
+            raise ValueError(f"engine.{error}") from None
 
 
 @checked_dataclass(frozen=True)
@@ -152,8 +155,11 @@ class Cell:
         """Fields of its row that are known before it is measured."""
         config, model, method, task, budget = self.config, self.model, self.method, self.task, self.method.budget_name
         ratio = None if method.budget is None else method.budget.ratio
-        policy = method.settings | plain_options(method.build())
+        built = method.build()
+        policy = method.settings | plain_options(built)
         policy.pop("budget", None)
+        if built is not None and built.files:
+            policy["files"] = [file_hash(path)[:16] for path in built.files]
         settings = {"model": model.row_settings, "policy": policy, **task.settings}
         if self.same_bytes_as is not None:
             settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
@@ -201,6 +207,8 @@ def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
     config = replace(config, reference=config.reference or next(iter(stock), None))
     fitting = [(model, method) for model in models for method in methods_for(model, methods, config.engine)]
     cells = place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
+    if not cells:
+        raise ValueError(f"policies={config.policies} leave nothing to measure: add full")
     for key, count in Counter(cell.key for cell in cells).items():
         if count > 1:
             raise ValueError(f"{key} is given twice: give each model of a variant another seed")

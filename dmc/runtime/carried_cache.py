@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dmc.config.settings import build_config, checked_dataclass
-from dmc.files import flattened, read_mapping, replacement
+from dmc.files import flattened, read_mapping, refuse_occupied, replacement
 from dmc.policies import CachePolicy
 from dmc.ranks import Ranks
 from dmc.runtime.engine_core import EngineCore
@@ -73,7 +73,7 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
     (save_id, *_) = ranks.all_gather_object(uuid.uuid4().hex)
 
     def write() -> None:
-        with replacement(_place(folder, ranks), overwrite) as partial:
+        with replacement(_place(folder, ranks), overwrite, marker=DESCRIPTION_NAME) as partial:
             save_file(_tensors_of(sequence) | _tensors_in(cache, sequence), partial / TENSORS_NAME)
             description = Description(
                 format=FORMAT,
@@ -85,6 +85,18 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
             (partial / DESCRIPTION_NAME).write_text(json.dumps(dataclasses.asdict(description), indent=1) + "\n")
 
     _on_all_ranks(write, ranks)
+
+
+def check_can_save(folder: Path, overwrite: bool, ranks: Ranks, policy: CachePolicy | None) -> None:
+    """Check, before a model is loaded and a long text is read, that this rank may save its cache in a folder.
+
+    Raises:
+        FileExistsError: see `refuse_occupied`.
+        ValueError: the policy keeps something outside the pages.
+    """
+    if policy is not None and policy.why_not_copied is not None:
+        raise ValueError(policy.why_not_copied)
+    refuse_occupied(_place(folder, ranks), overwrite, marker=DESCRIPTION_NAME)
 
 
 def load(core: EngineCore, policy: CachePolicy | None, folder: Path) -> Sequence:
@@ -192,7 +204,8 @@ def identity_of(model: Any, cache: PagedCache, policy: CachePolicy | None) -> di
 
 def _options_of(policy: CachePolicy) -> dict[str, Any]:
     options: Any = dataclasses.asdict(policy) if dataclasses.is_dataclass(policy) else vars(policy)  # type: ignore[call-overload]
-    return {"method": f"{type(policy).__module__}.{type(policy).__qualname__}", **options}
+    content = {"files": [file_hash(path) for path in policy.files]} if policy.files else {}
+    return {"method": f"{type(policy).__module__}.{type(policy).__qualname__}", **options, **content}
 
 
 def fingerprint(model: nn.Module) -> str:

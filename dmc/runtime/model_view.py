@@ -220,7 +220,8 @@ def fit_policy(
     if getattr(model.config, "compression", None) is not None and not policy.serves_compressed:
         raise ValueError(
             f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
-            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa)"
+            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa, "
+            "AttentionMatching)"
         )
     if getattr(model, "ranks", ALONE).size > 1:
         raise ValueError("a policy cannot be used with a model that several processes share: use one process")

@@ -130,8 +130,8 @@ class Scheduler:
             return "the session holds nothing, or has given its blocks to others: give it a turn first"
         if self.policy is None:
             return None
-        if not self.policy.can_fork:
-            return f"policy={type(self.policy).__name__}: it keeps a part of its state outside the pages; use another"
+        if (reason := self.policy.why_not_copied) is not None:
+            return reason
         halfway = "the session's last prompt was aborted halfway: give it another turn first"
         return halfway if sequence.is_inside_prompt else None
 

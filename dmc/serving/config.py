@@ -79,6 +79,8 @@ class ServeConfig:
             raise ValueError("nothing to serve: give model=DIR, or models={name: DIR}")
         if self.replicas is not None and torch.distributed.is_torchelastic_launched():
             raise ValueError("replicas= starts its own processes, each with a full model: run it without torchrun")
+        if self.replicas is None and (most := self.autoscaling.get("max_replicas")) is not None:
+            raise ValueError(f"autoscaling.max_replicas={most} needs replicas=, the number that always runs")
         if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host} is reachable from other machines, and anybody could use it; give api_key_file="
@@ -97,7 +99,7 @@ class ServeConfig:
         return keys
 
 
-OF_MODEL = ("policy", "budget", "name", "caches")
+OF_MODEL = ("policy", "budget", "name", "caches", "dtype", "revision")
 """Settings that describe `model`."""
 
 
@@ -116,17 +118,18 @@ def read_config(values: dict[str, Any]) -> ServeConfig:
         ValueError: a setting is unknown or out of range, or describes no model.
     """
     values = dict(values)
-    path, policy, budget, name, caches = (values.pop(key, None) for key in ("model", *OF_MODEL))
-    loading: dict[str, Any] = {key: values.pop(key) for key in ("dtype", "revision") if key in values}
+    path, own = values.pop("model", None), {key: values.pop(key, None) for key in OF_MODEL}
     models = {
         key: {"path": model} if isinstance(model, str) else model for key, model in (values["models"] or {}).items()
     }
     if path:
-        name = name or "-".join(part for part in Path(path).parts[-2:] if part != "/")
-        own = {"path": path, "policy": policy or "full", "budget": budget, "caches": caches or {}, **loading}
-        models = {name: own, **models}
-    elif budget is not None or policy or caches:
-        raise ValueError("policy=, budget= and caches= belong to model=DIR: give it, or write them into models=")
+        name = own.pop("name") or "-".join(part for part in Path(path).parts[-2:] if part != "/")
+        if name in models:
+            raise ValueError(f"model= and models= both have the name {name!r}: give name=")
+        given = {key: value for key, value in own.items() if value not in (None, {})}
+        models = {name: {"path": path, **given}, **models}
+    elif lonely := [f"{key}=" for key, value in own.items() if value not in (None, {}, "auto")]:
+        raise ValueError(f"{', '.join(lonely)} belong to model=DIR: give it, or write them into models=")
     return build_config(ServeConfig, values | {"models": models})
 
 
@@ -163,5 +166,5 @@ def make_worker(config: ServeConfig, policies: Path) -> Worker:
 def _load(path: str, dtype: str, revision: str | None) -> tuple[Any, Any]:
     if not torch.distributed.is_torchelastic_launched():
         return load_with_tokenizer(path, dtype, revision)
-    model = load_shard(path, None if dtype == "auto" else getattr(torch, dtype))
+    model = load_shard(path, dtype, revision=revision)
     return model, load_tokenizer(path, revision, model.config.vocab_size)

@@ -115,7 +115,8 @@ class CheckpointSaver:
 
         def make_room() -> None:
             if ranks.rank == 0:
-                remove(beside)
+                for rest in target.parent.glob("*.partial"):  # of a write that failed, or was killed
+                    remove(rest)
                 beside.mkdir(parents=True)
 
         with as_write_error(target, "the checkpoint before it"):

@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
+from transformers.utils import CONFIG_NAME
 
 from dmc.budget import check_ratio
 from dmc.compression import GateMode
@@ -86,7 +87,7 @@ def export_checkpoint(
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
         OSError: it could not be written, or not be uploaded.
     """
-    refuse_occupied(output, overwrite, [run_folder])
+    refuse_occupied(output, overwrite, [run_folder], CONFIG_NAME)
     if push_to_hub is not None:
         check_push(push_to_hub)
     if device is not None:
@@ -95,7 +96,7 @@ def export_checkpoint(
     changes = {**overrides, "push_to_hub": push_to_hub}
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
-    target_ratio = config.target_ratio if target_ratio is None else check_ratio(target_ratio, "target_ratio")
+    target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
     model, step = load_last_model(run_folder, use_previous_checkpoint)
     tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
@@ -104,6 +105,20 @@ def export_checkpoint(
     if push_to_hub is not None:
         logger.info("uploaded to %s", push(output, push_to_hub))
     return output
+
+
+def _reachable(target_ratio: float, config: RunConfig) -> float:
+    """Return a ratio to export at that is not the run's.
+
+    Raises:
+        ValueError: it is no ratio, or nothing of the model would follow it.
+    """
+    target_ratio = check_ratio(target_ratio, "target_ratio")
+    if config.gates is None:
+        raise ValueError(f"target_ratio={target_ratio:g}: the run has no gates to calibrate: leave it out")
+    if not config.training.calibrate and config.gates.decisions != "fixed":
+        raise ValueError(f"target_ratio={target_ratio:g}: calibrate=false leaves the threshold where it is: give one")
+    return target_ratio
 
 
 def check_device(device: str) -> None:
@@ -259,7 +274,7 @@ def export(
         FileExistsError: the folder may not be written or replaced, see `refuse_occupied`; nothing is written.
         RuntimeError: the folder does not give the logits of the model; nothing is replaced.
     """
-    with replacement(Path(folder), overwrite, inputs) as partial:
+    with replacement(Path(folder), overwrite, inputs, CONFIG_NAME) as partial:
         model.save_pretrained(partial)
         describe(partial, tokenizer, card, getattr(model.config, "compression", None))
         _compare_logits(model, partial)
@@ -306,7 +321,7 @@ def export_parts(
     with ExitStack() as stack:  # rank 0's alone holds the folder
 
         def begin() -> list[Path]:
-            return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite))]
+            return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite, marker=CONFIG_NAME))]
 
         def complete(partial: Path) -> None:
             if writers.rank == 0:

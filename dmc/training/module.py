@@ -221,8 +221,18 @@ class RetrofitModule(LightningModule):
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what outlives a step."""
-        self.optimization.load_state_dict(checkpoint[OPTIMIZATION])
+        """Restore what outlives a step.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        try:
+            self.optimization.load_state_dict(checkpoint[OPTIMIZATION])
+        except KeyError as error:
+            raise ValueError(
+                f"the checkpoint lacks {error}: another version of dmc has written it; go on with that one, or choose "
+                "another output_dir"
+            ) from error
 
     def on_train_end(self) -> None:
         """Log the last step.

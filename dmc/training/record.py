@@ -29,14 +29,15 @@ SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""
 MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
-    "data.tokenize_num_proc",
-    "training.log_every_steps", "training.micro_batch_size", "training.max_nonfinite_steps", "training.milestones",
-    "training.push_to_hub",
+    "data.tokenize_num_proc", "data.tokenizer.folder",
+    "training.activation_checkpointing", "training.checkpoint_every_steps", "training.log_every_steps",
+    "training.max_nonfinite_steps", "training.micro_batch_size", "training.milestones", "training.push_to_hub",
     "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
     "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size", "trainer.context_parallel_size",
 )  # fmt: skip
-"""Settings that may change between the starts of a run, because they do not change the results."""
+"""Settings that may change between the starts of a run, because they do not change the results. A tokenizer that is
+trained again, in another folder, is the same: its text is."""
 MEASURED = (
     "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
     "training.export_dtype", "training.validate_every_steps", "training.validation_sequences",
@@ -44,7 +45,7 @@ MEASURED = (
 """Settings of measurement and export, not of training: a run may resume with others, which are recorded."""
 OF_A_BRANCH = (
     "compression.target_ratio", "training.branch_from", "training.stages", "training.delays",
-    "training.snapshot_ratios", "training.checkpoint_every_steps",
+    "training.snapshot_ratios",
 )  # fmt: skip
 """Settings that may differ in a branch; their values at the shared steps must be the same."""
 
@@ -66,7 +67,8 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
         return
     if changed := _changed(_plain(read_config(folder)), _plain(config)):
         raise ValueError(
-            f"{folder} holds a run with other settings ({changed}): choose another output_dir, or delete the folder"
+            f"{folder} holds a run with other settings ({changed}): give what it began with, or choose another "
+            "output_dir"
         )
 
 

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import CONFIG_NAME
 
 from dmc.config.instantiate import instantiate
 from dmc.data.hub import is_first_of_node
@@ -208,7 +209,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     step = 0 if checkpoint is None else read_header(checkpoint).global_step
     ahead = [run.snapshots[ratio] for ratio, at in plan.snapshot_steps([*run.snapshots]).items() if at > step]
     for place in (run.final, *ahead):
-        refuse_occupied(place, overwrite=True)  # rather now than at the end
+        refuse_occupied(place, overwrite=True, marker=CONFIG_NAME)  # rather now than at the end
     if is_first_of_node():
         data.check()
     if is_rank_zero():

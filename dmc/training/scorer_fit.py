@@ -83,6 +83,7 @@ def fit_scorer(config: FitConfig) -> Path:
 
     Raises:
         ValueError: the file is there already, or the model has gates.
+        ArithmeticError: the fit diverges; nothing is written.
     """
     file = Path(config.output) / SCORER_NAME
     if file.exists():
@@ -105,6 +106,8 @@ def fit_scorer(config: FitConfig) -> Path:
         if step == 0:
             standardize(scorer, [states for states, _ in layers])
         loss = torch.stack([_loss(scorer, i, *seen, config.num_rated) for i, seen in enumerate(layers)]).mean()
+        if not loss.isfinite():
+            raise ArithmeticError(f"step {step}: the divergence is not finite: give a smaller learning_rate")
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / config.steps))
         optimizer.zero_grad()

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from composing import CONFIGS
 from scripts_here import run_script
 
 from dmc import load_model, retrofit
-from dmc.commands.audit import idle_cells
+from dmc.commands.audit import idle_cells, protected
 from dmc.compression import CompressionConfig
 from dmc.models.loading import load_tokenizer
 from dmc.results import compare
@@ -116,6 +117,13 @@ def test_chats_with_a_system_prompt_are_asked_in_conversations(audit, folders, t
     page = (tmp_path / "audit/report/report.html").read_text()
     assert "<h2>What is left of each instruction</h2>" in page and "snapkv at CR 4: mean 0." in page
     assert "Horizontal: heads, layer after layer. Vertical: instruction." in page
+
+
+def test_a_protected_form_that_was_given_is_not_given_twice():
+    given = ["full", "h2o", "h2o+protect=0.1", {"name": "mine", "like": "tova"}]
+    named = {"name": "mine+protect=0.1", "like": "tova", "protect": 0.1}
+    assert protected(given, 0.1, CONFIGS) == [named]
+    assert protected(["h2o"], 0.1, CONFIGS) == ["h2o+protect=0.1"]
 
 
 def test_what_a_policy_leaves_unread_counts_and_what_nobody_counted_fails():

@@ -6,7 +6,7 @@ import torch
 
 from dmc import Engine
 from dmc.budget import Budget
-from dmc.commands.demo import Witness, interview, legend, page, text_and_questions, witnesses
+from dmc.commands.demo import DemoConfig, Witness, demo, interview, legend, page, text_and_questions, witnesses
 from dmc.data import train_tokenizer
 from dmc.policies import H2O
 from dmc.results.tasks import Sample
@@ -24,6 +24,14 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def samples(tokenizer):
     return text_and_questions("a stone by the river. " * 40, tokenizer, 120, 3, 2, num_keys=4)
+
+
+def test_models_are_kept_in_no_folder_that_holds_others(tmp_path):
+    (tmp_path / "retrofit").mkdir()
+    (tmp_path / "retrofit" / "config.json").write_text("of a model")
+    with pytest.raises(FileExistsError, match="retrofit is not empty: give another output"):
+        demo(DemoConfig(save=str(tmp_path)))
+    assert [path.name for path in tmp_path.rglob("*")] == ["retrofit", "config.json"]
 
 
 def test_full_caches_hold_all_and_answer_as_one_pass_does(make_stock, tokenizer, samples):

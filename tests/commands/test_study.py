@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from composing import CONFIGS
 from scripts_here import run_script
 
 from dmc.commands.report import read_runs
-from dmc.commands.study import StudyConfig, plan_bases, plan_runs
+from dmc.commands.study import StudyConfig, check_measurements, plan_bases, plan_runs, run_study
 from dmc.results.store import Store
 
+BOOK = {"_target_": "dmc.data.TextSource", "name": "nowhere.txt"}
 SETTINGS = {"bases": {"base": ["a=1"]}, "runs": {"control": ["b=1"], "merge": ["b=2"]}, "policies": ["full"],
             "budgets": [4], "tasks": ["text_loss"], "seeds": [3, 5], "output": "out"}  # fmt: skip
 
@@ -33,12 +35,38 @@ def test_runs_are_planned_seed_by_seed_each_with_its_command():
         ({"further": {"merg": ["full"]}}, r"further=\['merg'\]: expected some of control, merge"),
         ({"processes": 0}, "processes=0"),
         ({"seeds": []}, r"seeds=\[\]"),
-        ({"budgets": [4, "bytes:merg"]}, "bytes:merg: expected one of the runs control, merge"),
+        ({"seeds": [3, 5, 3]}, r"seeds=\[3, 5, 3\]: give each once"),
+        ({"budgets": ["bytes:control"]}, "bytes:control: expected one of the runs merge"),
+        ({"budgets": [4, "bytes:merg"]}, "bytes:merg: expected one of the runs merge"),
     ],
 )
 def test_studies_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         StudyConfig(**SETTINGS | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policies": ["h2o"]}, r"policies=\['h2o'\] lacks 'full'"),
+        ({"policies": ["full", "kvpop"]}, "KVpop needs scorer=FILE"),
+        ({"policies": ["full", "kvpop+scorer=nowhere"]}, "policies: nowhere does not exist"),
+        ({"further": {"merge": ["snapkw"]}}, "further.merge: 'snapkw' is none of the policies; did you mean 'snapkv'"),
+        ({"tasks": ["recal"]}, r"tasks\[0\]='recal' is not in configs/task; did you mean 'recall'"),
+        ({"tasks": [{"name": "book", "like": "text_loss", "source": BOOK}]}, "nowhere.txt"),
+        ({"tasks": ["recall", {"name": "recall", "like": "recall"}]}, "'recall' is given twice"),
+    ],
+)
+def test_what_could_not_be_measured_is_refused_before_anything_is_trained(change, message, tmp_path):
+    config = StudyConfig(**SETTINGS | {"policies": ["full", "snapkv"], "output": str(tmp_path / "out")} | change)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_study(config, tmp_path / "train.py", CONFIGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_question_may_be_known_and_hidden(tmp_path):
+    task = {"name": "asked", "like": "needle", "question": "both"}
+    check_measurements(StudyConfig(**SETTINGS | {"tasks": [task], "budgets": ["bytes"]}), CONFIGS)
 
 
 def export(folder, ratio, loss):

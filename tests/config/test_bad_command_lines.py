@@ -66,6 +66,7 @@ export|run=WORLD/keys_run output=out|modle
 export|run=WORLD/keys_run output=out overwrite=perhaps|overwrite='perhaps': expected a valid boolean
 export|run=WORLD/keys_run output=TEXT|text.txt is a file
 plan|model=STOCK gpu=0|gpu=0: expected greater than 0
+plan|model=STOCK ratios=[]|ratios=[]: expected at least 1 item
 report|folders=WORLD|expected a valid list
 compare|COMPARE policies=[full,h20]|did you mean 'h2o'?
 compare|COMPARE policies=full,h2o|To use it as a list, use key=[value1,value2]
@@ -73,9 +74,14 @@ compare|COMPARE tasks=[needel]|did you mean 'needle'?
 compare|COMPARE 'models={m: {pth: x}}'|unknown setting models.m.pth: did you mean 'path'?
 compare|COMPARE 'tasks=[{name: a, like: needle, digits: 0}]'|digits=0
 compare|COMPARE reference=nobody|nobody
+compare|COMPARE policies=[] budgets=[]|policies=[] leave nothing to measure
+compare|COMPARE engine.memory=lots|engine.memory='lots': expected
+compare|COMPARE engine.block_size=24|engine.block_size=24: expected 16, 32, 64, 128 or 256
+compare|COMPARE engine.kv_cache_dtype=int4|engine.kv_cache_dtype='int4': expected 'auto' or 'int8'
 compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] output=out|is cut off or is no safetensors
 serve|model=STOCK port=70000|port=70000
 study|only=[nobody] output=out|nobody
+study|further={cr8:[full]} output=out|further.cr8: the setting above it is a single value, or has no entries yet: +
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
 fit_scorer|model=STOCK sequence_length=8|sequence_length=8 leaves
 export_megatron|model=STOCK output=out tensor_size=0|tensor_size=0

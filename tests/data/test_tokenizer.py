@@ -12,6 +12,8 @@ from dmc.data import tokenizer as tokenizer_module
 from dmc.data import train_tokenizer
 from dmc.data.encoding import encode_documents
 from dmc.data.tokenizer import END_OF_TEXT, Framing, framing_of, tokenizer_digest
+from dmc.training.export import export
+from dmc.training.model_folder import ModelCard
 
 TEXTS = ["the cache holds every key", "and value of the sequence", "until it is merged", ""] * 3
 STRANGE = "Zürich → 東京 🙂\r\n\tx  = 1\n\n\n  \x00 \ufffd end "
@@ -109,6 +111,14 @@ def test_folder_with_other_files_is_neither_used_nor_replaced(vocab_size, tmp_pa
     with pytest.raises(FileExistsError, match=r"holds model.safetensors, which its files.json does not list"):
         train_tokenizer(TEXTS, vocab_size, tmp_path / "bpe")
     assert names(tmp_path) == ["bpe"]
+
+
+def test_a_model_is_no_place_for_a_tokenizer(make_compressed, tmp_path):
+    export(make_compressed(), tmp_path / "final", tokenizer=None, card=ModelCard("tiny", base="none", data="none"))
+    before = names(tmp_path / "final")
+    with pytest.raises(FileExistsError, match=r"^data.tokenizer.folder: .*final holds no trained_on.json, so it is"):
+        train_tokenizer(TEXTS, 300, tmp_path / "final")
+    assert names(tmp_path / "final") == before
 
 
 def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path, monkeypatch):

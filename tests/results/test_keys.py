@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 
 import pytest
+from evicting import write_scorer
 from report_rows import CONFIGS, NEEDLE, compare_row, lm_eval_row, run_grid, write_report, write_rows
 
 from dmc.commands.study import StudyConfig, StudyRun, evaluate_runs
@@ -100,6 +101,17 @@ def test_a_finished_cell_with_other_settings_is_refused_by_the_setting_that_diff
     with pytest.raises(ValueError, match=r"bytes:small/needle/seed0 with budget.bytes_of.version=.*, not 2033"):
         run_cells([last], store, load_nothing)  # the bytes that it was given are another model's
     assert store.path.read_bytes() == content
+
+
+def test_a_cell_of_a_scorer_is_refused_when_its_file_has_changed(plan, tmp_path):
+    store, scorer = Store(tmp_path / "out" / "cells.jsonl"), tmp_path / "scorer"
+    policy = {"name": "learned", "like": "kvpop", "scorer": write_scorer(scorer)}
+    finish(plan(policies=[policy], budgets=[2]), store)
+    write_scorer(scorer)
+    run_cells(plan(policies=[policy], budgets=[2]), store, load_nothing)
+    write_scorer(scorer, seed=1)
+    with pytest.raises(ValueError, match=r"base/learned/2/needle/seed0 with policy.files="):
+        run_cells(plan(policies=[policy], budgets=[2]), store, load_nothing)
 
 
 def test_a_cell_over_a_text_is_refused_when_the_text_has_changed_and_not_when_its_cache_has(plan, folders, tmp_path):

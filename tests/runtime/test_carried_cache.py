@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from evicting import write_scorer
 from runtime.test_laws import TOLERANCE, layers_of, of
 from runtime.test_prefix_cache import count_fed
 from runtime.test_recurrent import recurrent
@@ -16,7 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from dmc import Engine, SamplingParams, load_model, policies
 from dmc.budget import Budget
+from dmc.ranks import Ranks
+from dmc.runtime import carried_cache
 from dmc.runtime.carried_cache import file_hash, fingerprint
+from dmc.training.export import export
+from dmc.training.model_folder import ModelCard
 
 METHODS = ["full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "query for the previous, drop, delay 5"]
 METHODS += ["fixed, window, delay 4", "H2O", "H2O, protected", "SnapKV", "StreamingLLM, rerotate", "CAKE", "D2O"]
@@ -183,6 +188,41 @@ def test_only_what_was_saved_is_replaced(make_stock, make_prompts, tmp_path):
     with pytest.raises(FileExistsError, match="holds notes"):
         saved(engine, context, folder, overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
+
+
+def test_no_model_is_replaced_by_a_cache_and_no_cache_by_a_model(make_stock, make_prompts, tmp_path):
+    model, (context,), card = make_stock(), make_prompts(40), ModelCard("tiny", base="none", data="none")
+    export(model, tmp_path / "model", tokenizer=None, card=card)
+    with pytest.raises(FileExistsError, match=r"model holds no cache.json, so it is something else"):
+        saved(Engine(model), context, tmp_path / "model", overwrite=True)
+    folder = saved(Engine(model), context, tmp_path / "cache")
+    with pytest.raises(FileExistsError, match=r"cache holds no config.json, so it is something else"):
+        export(model, folder, tokenizer=None, card=card, overwrite=True)
+    load_model(tmp_path / "model")
+    Engine(model).load(folder)
+
+
+def test_each_rank_looks_at_its_own_folder(make_stock, make_prompts, tmp_path):
+    engine, (context,) = Engine(make_stock()), make_prompts(40)
+    for rank in range(2):
+        saved(engine, context, tmp_path / "cache" / f"rank-{rank}-of-2")
+        carried_cache.check_can_save(tmp_path / "cache", True, Ranks(rank, 2), None)
+        with pytest.raises(FileExistsError, match=f"rank-{rank}-of-2 is not empty"):
+            carried_cache.check_can_save(tmp_path / "cache", False, Ranks(rank, 2), None)
+    carried_cache.check_can_save(tmp_path / "cache", False, Ranks(2, 3), None)
+
+
+def test_another_scorer_in_the_same_file_is_another_policy(make_stock, make_prompts, tmp_path):
+    model, (context,), scorer = make_stock(), make_prompts(60), tmp_path / "scorer"
+
+    def engine():
+        return Engine(model, policy=policies.KVpop(budget=Budget(ratio=2), scorer=write_scorer(scorer)))
+
+    folder = saved(engine(), context, tmp_path / "cache")
+    engine().load(folder).close()
+    write_scorer(scorer, seed=1)
+    with pytest.raises(ValueError, match=r"policy.files was \['\w+'\] there"):
+        Engine(model, policy=policies.KVpop(budget=Budget(ratio=2), scorer=str(scorer))).load(folder)
 
 
 def test_a_session_that_holds_nothing_whole_is_not_saved(make_stock, make_prompts, tmp_path):

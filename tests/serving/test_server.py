@@ -22,8 +22,11 @@ from dmc.serving.server import serve
 
 REFUSED = [
     ("", "nothing to serve: give model=DIR, or models="),
-    ("policy=h2o budget=4", "policy=, budget= and caches= belong to model=DIR"),
-    ("caches={{corpus:x}}", "policy=, budget= and caches= belong to model=DIR"),
+    ("policy=h2o budget=4", "policy=, budget= belong to model=DIR: give it, or write them into models="),
+    ("caches={{corpus:x}}", "caches= belong to model=DIR"),
+    ("name=own dtype=bfloat16 revision=v2", "name=, dtype=, revision= belong to model=DIR"),
+    ("model={stock} name=own models={{own:{compressed}}}", "model= and models= both have the name 'own': give name="),
+    ("model={stock} autoscaling.max_replicas=4", "autoscaling.max_replicas=4 needs replicas="),
     ("model={stock} caches={{corpus:nowhere}}", "nowhere holds no cache that this engine could load"),
     ("model={stock} policy=h2o", "needs a budget"),
     ("model={stock} budget=4", "budget=4 needs a policy"),

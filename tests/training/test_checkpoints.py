@@ -5,6 +5,7 @@ import pickle
 import resource
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from dmc.training.checkpoints import (
 )
 from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
+from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run import train
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
@@ -110,6 +113,19 @@ def test_failed_write_leaves_the_checkpoint_before(saver, tmp_path):
     assert read_header(saved_checkpoints(tmp_path)[0]).global_step == 1
     save(saver, tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(3)]
+
+
+def test_what_a_failed_write_has_left_takes_no_room_from_the_next(saver, tmp_path):
+    save(saver, tmp_path)
+    (tmp_path / "step_0000007.partial").mkdir()
+    (tmp_path / "step_0000007.partial" / "__0_0.distcp").write_bytes(bytes(100))
+
+    def write(partial):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), f"{step_name(5)}.partial"]
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        saver.save(tmp_path / step_name(5), Header(5, {}), write)
 
 
 def save_and_die(folder, when):
@@ -243,6 +259,13 @@ def test_what_torch_cannot_read_is_told_in_one_line(saver, tmp_path):
     shard.write_bytes(bytes(len(shard.read_bytes())))  # as long as before
     with pytest.raises(ValueError, match=r"^[^\n]*step_0000001 is damaged \([^\n]*remove this folder to go on[^\n]*$"):
         read_tensors(folder, "model.")
+
+
+def test_the_state_of_another_version_is_told_in_one_line(run_config):
+    module = SimpleNamespace(optimization=OptimizerStep(run_config.training))
+    for state in ({}, {"optimization": {"skipped_steps": 0}}):
+        with pytest.raises(ValueError, match=r"lacks '\w+': another version of dmc has written it"):
+            RetrofitModule.on_load_checkpoint(module, state)
 
 
 class Harmful:

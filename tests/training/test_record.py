@@ -81,6 +81,20 @@ def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_v
     assert read_foreign_config(tmp_path / "run", trust_run=True).data == build_config(RunConfig, run_values).data
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"control": True}, "target_ratio=8: the run has no gates to calibrate: leave it out"),
+        ({"calibrate": False}, "target_ratio=8: calibrate=false leaves the threshold where it is: give one"),
+    ],
+)
+def test_a_ratio_that_no_calibration_would_reach_is_refused(change, message, run_values, tmp_path):
+    run_values["control"] = change.pop("control", False)
+    record_run(tmp_path / "run", build_config(RunConfig, run_values))
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", target_ratio=8.0, overrides=change)
+
+
 def test_a_run_with_our_own_text_needs_no_trust(run_values, tmp_path):
     run_values["data"]["calibration"] = {"a": {"_target_": "dmc.data.text.TextSource", "name": "a.txt"}}
     run_values["data"]["train"] |= {
@@ -105,6 +119,17 @@ def test_a_run_has_saved_once_a_checkpoint_is_complete(run_values, tmp_path):
     run_values["training"]["learning_rate"] = 1e-4
     with pytest.raises(ValueError, match=r"learning_rate: 0.0005 then, 0.0001 now"):
         check_same_run(folder, build_config(RunConfig, run_values))
+
+
+def test_a_run_goes_on_where_memory_and_time_limits_are_others(run_values, tmp_path):
+    record_run(tmp_path, build_config(RunConfig, run_values))
+    (tmp_path / "checkpoints" / "step_0000002").mkdir(parents=True)
+    run_values["training"] |= {"activation_checkpointing": True, "checkpoint_every_steps": 7}
+    run_values["data"] |= {"cache_folder": "there", "tokenizer": {"train_vocab_size": 300, "folder": "there/tokenizer"}}
+    check_same_run(tmp_path, build_config(RunConfig, run_values))
+    run_values["model"] = "elsewhere"
+    with pytest.raises(ValueError, match=r"model: None then, 'elsewhere' now\): give what it began with, or choose"):
+        check_same_run(tmp_path, build_config(RunConfig, run_values))
 
 
 @pytest.mark.parametrize(("section", "name"), [("training", "stages"), ("data", "train")])

@@ -1,12 +1,14 @@
 """The fit of KVpop's scorer: its target beside dense attention, what it learns, what it refuses."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dmc.config import build_config
 from dmc.data import train_tokenizer
-from dmc.policies.delayed_scorer import DelayedScorer
+from dmc.policies.delayed_scorer import DelayedScorer, ScorerConfig
 from dmc.training.scorer_fit import FitConfig, ObservedAttention, fit_scorer
 
 LENGTH, WINDOW = 150, 5
@@ -76,6 +78,24 @@ def test_a_fit_finds_what_is_attended_to_later(values):
             overlap += float(later.gather(-1, scores.topk(8, dim=-1).indices).sum() / later.sum())
         found.append(overlap / len(layers))
     assert found[1] > found[0] + 0.03
+
+
+def test_a_fit_that_diverges_writes_nothing(values, monkeypatch):
+    monkeypatch.setattr("dmc.training.scorer_fit._loss", lambda scorer, *_: scorer.output.sum() * torch.nan)
+    with pytest.raises(ArithmeticError, match=r"step 0: the divergence is not finite: give a smaller learning_rate"):
+        fit_scorer(build_config(FitConfig, values))
+    assert not Path(values["output"]).exists()
+
+
+def test_a_scorer_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def cut_off(weights, file, metadata):
+        Path(file).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("dmc.policies.delayed_scorer.save_file", cut_off)
+    with pytest.raises(OSError, match="no space left"):
+        DelayedScorer(ScorerConfig(), 1, 1, 4).save(tmp_path / "scorer.safetensors")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_fit_that_cannot_be_is_refused(values, tmp_path):

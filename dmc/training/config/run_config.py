@@ -33,7 +33,7 @@ class RunConfig:
     data: DataConfig
     training: TrainingConfig
     model: str | None = None
-    """Folder or hub name of a pretrained Llama, Mistral, Qwen2 or Qwen3; None: a fresh one of `base.shape`."""
+    """Folder or hub name of a pretrained model, see docs/models.md; None: a fresh one of `base.shape`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
     revision: str | None = None
