@@ -1,4 +1,4 @@
-"""The processes that share one model: this one's rank, and torch's collectives among them, differentiable."""
+"""The processes of one start: which one this is, and torch's collectives among them, differentiable."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ _FAILURE_SECONDS = 10.0
 """How long the first rank waits for the others to read of its failure: the store may end with its process."""
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 Value = TypeVar("Value", int, Tensor)
+
+
+def is_rank_zero() -> bool:
+    """Return whether this is the first of the launched processes, before they can communicate."""
+    if "RANK" in os.environ:  # torchrun numbers its processes anew, also inside srun
+        return os.environ["RANK"] == "0"
+    return all(os.environ.get(name, "0") == "0" for name in ("NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def is_first_of_node() -> bool:
+    """Return whether this is the first of the processes that a launcher has started on this machine."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """The repository's configurations, composed as the scripts compose them."""
 
 import copy
+import functools
+import re
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from dmc.config.command_line import plain_values
 from dmc.training.config import run_config
@@ -20,8 +24,24 @@ def names(group):
 
 
 def composed(*overrides):
+    return run_config(plain_values(settings_of("train", *overrides)))
+
+
+def settings_of(script, *overrides):
+    """Compose a script's settings: each choice of groups once, in a copy of which Hydra sets the values."""
+    keys = {word: re.split("[@=]", word.lstrip("+~"))[0] for word in overrides}
+    chosen = [word for word, key in keys.items() if key.startswith("hydra") or (CONFIGS / key).is_dir()]
+    settings = copy.deepcopy(choose(script, *chosen))
+    values = OverridesParser.create().parse_overrides([word for word in overrides if word not in chosen])
+    ConfigLoaderImpl._apply_overrides_to_config(values, settings)
+    return settings
+
+
+@functools.cache
+def choose(script, *overrides):
+    """Compose a script's settings, as Hydra does."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return run_config(plain_values(compose("train", overrides=[*overrides])))
+        return compose(script, overrides=[*overrides])
 
 
 def on_gpus():

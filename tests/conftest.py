@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,12 +74,13 @@ def make_stock():
 
 @pytest.fixture
 def make_compressed():
-    """Return a builder of compressed models: gate settings apart, the keywords are those of `build_stock`."""
+    """Return `build_compressed`."""
+    return build_compressed
 
-    def build(family="llama", *, gates=None, **changes):
-        return open_adapters(retrofit(build_stock(family, **changes), mixed_gates(**(gates or {}))))
 
-    return build
+def build_compressed(family="llama", *, gates=None, **changes):
+    """Build a compressed model: gate settings apart, the keywords are those of `build_stock`."""
+    return open_adapters(retrofit(build_stock(family, **changes), mixed_gates(**(gates or {}))))
 
 
 def open_adapters(model):
@@ -120,18 +122,26 @@ class Folders:
     text: Path
 
 
-@pytest.fixture
-def folders(make_stock, make_compressed, tmp_path):
-    """Write the models and the text into folders."""
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory):
+    """Write the models and the text into a folder once."""
     from dmc.data import train_tokenizer
 
-    found = Folders(tmp_path / "stock", tmp_path / "compressed", tmp_path / "text.txt")
-    found.text.write_text("".join(f"line {i} <b>é\u00a0& {'x' * (i % 7)}</b>\n" for i in range(60)))
-    tokenizer = train_tokenizer([found.text.read_text()], TEXT_VOCAB_SIZE, tmp_path / "tokenizer")
-    for folder, build in ((found.stock, make_stock), (found.compressed, make_compressed)):
-        build(vocab_size=TEXT_VOCAB_SIZE).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return found
+    root = tmp_path_factory.mktemp("models")
+    text = "".join(f"line {i} <b>é\u00a0& {'x' * (i % 7)}</b>\n" for i in range(60))
+    (root / "text.txt").write_text(text)
+    tokenizer = train_tokenizer([text], TEXT_VOCAB_SIZE, root / "tokenizer")
+    for name, build in (("stock", build_stock), ("compressed", build_compressed)):
+        build(vocab_size=TEXT_VOCAB_SIZE).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def folders(model_folders, tmp_path):
+    """Copy the models and the text into the test's own folder."""
+    shutil.copytree(model_folders, tmp_path, dirs_exist_ok=True)
+    return Folders(tmp_path / "stock", tmp_path / "compressed", tmp_path / "text.txt")
 
 
 def pytest_collection_finish():

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from composing import settings_of
 from documents import PAGES, ROOT, TEXT, commands
-from hydra import compose, initialize_config_dir
 
 SCRIPTS = [command for command in commands() if re.match(r"(python scripts|\./scripts)/", command)]
 JOBS = [
@@ -25,8 +25,7 @@ def test_every_command_names_a_script_and_settings_that_exist(command):
         overrides = words[1:]
         if "-m" in shlex.split(command):  # of a sweep the first value
             overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            compose(script.stem, overrides=overrides)
+        settings_of(script.stem, *overrides)
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
@@ -40,8 +39,7 @@ def test_every_job_file_exists_and_its_settings_compose(job, settings):
     assert (ROOT / job).is_file()
     name = {"train": "train", "sweep": "train", "smoke": "train", "export": "export"}.get(Path(job).stem)
     if name is not None:
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            compose(name, overrides=shlex.split(settings))
+        settings_of(name, *shlex.split(settings))
 
 
 def test_files_that_pages_name_exist():

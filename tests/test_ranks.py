@@ -5,7 +5,33 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from dmc.ranks import Ranks
+from dmc.ranks import Ranks, is_first_of_node, is_rank_zero
+
+LAUNCHERS = ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first", "is_nodes_first"),
+    [
+        ({}, True, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False, True),
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, True, True),  # torchrun inside srun
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, False, False),
+        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, False, True),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, False, True),
+        ({"LOCAL_RANK": "1"}, False, False),
+    ],
+)
+def test_one_process_of_each_launcher_is_the_first_of_all_and_one_of_each_node(
+    variables, is_first, is_nodes_first, monkeypatch
+):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (is_rank_zero(), is_first_of_node()) == (is_first, is_nodes_first)
 
 
 def act_and_wait(act):

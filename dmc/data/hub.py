@@ -14,15 +14,11 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 
 from dmc.files import locked
+from dmc.ranks import is_first_of_node
 
 _MOST_SECONDS = 1800  # that other processes wait: as long as for the first collective
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 TOKENIZER_FILES = MODEL_FILES[1:]
-
-
-def is_first_of_node() -> bool:
-    """Return whether this is the first of the processes that a launcher has started on this machine."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def wait_for_first(is_done: Callable[[], bool]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dmc.compression.full_attention import context_length
-from dmc.kernels.layout import CacheLayout
 from dmc.policies import CachePolicy
 from dmc.runtime import carried_cache
 from dmc.runtime.decode_steps import GpuRecorder, why_not_recorded
@@ -22,7 +21,7 @@ from dmc.runtime.input_processor import InputProcessor
 from dmc.runtime.model_view import fit_policy, is_compiled, layout_of
 from dmc.runtime.options import EngineOptions, SamplingParams
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.pool_size import TABLE_BYTES, Activations, Tables, pool_bytes
+from dmc.runtime.pool_size import pool_blocks
 from dmc.runtime.prefix_cache import PrefixCache
 from dmc.runtime.request import ForcedRequest, Keep, Request, TokenEvent, of_all_tokens
 from dmc.runtime.runner import Runner
@@ -30,26 +29,6 @@ from dmc.runtime.scheduler import Scheduler
 from dmc.runtime.session import Session
 
 SECONDS_BEFORE_BAR = 3  # a shorter run shows no progress bar unless one was requested
-
-
-def _num_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_policy: bool) -> int | None:
-    """Return the blocks of the pool that `memory=` asks for; None: it grows."""
-    context, rows, budget = context_length(config), options.max_batch_size, options.token_budget
-    largest_pass = num_logits = rows * min(options.prefill_chunk_size or context, context)
-    if budget is not None:  # which whole prompts under a policy exceed, at least the last one that is admitted
-        num_logits = min(largest_pass, budget + rows)  # of a prompt only the last token's
-        largest_pass = min(largest_pass, budget + (context if has_policy else 0))
-    activations = Activations.of(config, layout, largest_pass, num_logits, shows_attention=has_policy)
-    block = layout.block_bytes(options.block_size)
-    most = rows * layout.most_blocks(context, options.block_size) * block
-    gates = None if layout.policy_fields else layout.compression
-    ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
-    longest = layout.num_layers * layout.num_kv_heads * -(-context // options.block_size)
-    tables = Tables(table * longest, table * ratio / block)
-    rings = table * len(layout.rings) * layout.num_kv_heads * layout.ring_blocks(options.block_size)
-    fixed = rings + (rows + 1) * layout.recurrent_bytes
-    limit = pool_bytes(options.memory, layout.device, most, activations, tables, fixed)
-    return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 
 
 def _renamed(error: Exception, message: str) -> Exception:
@@ -125,7 +104,7 @@ class Engine:
             if cuda_graphs != "auto":
                 raise ValueError(f"cuda_graphs=True: {reason}; use cuda_graphs=False")
             cuda_graphs = False
-        num_blocks = _num_blocks(options, model.config, layout, has_policy=policy is not None)
+        num_blocks = pool_blocks(options, model.config, layout, has_policy=policy is not None)
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
         recorded_length = context_length(model.config) if cuda_graphs else None

@@ -1,4 +1,4 @@
-"""Memory available to the cache's pages, beside a forward pass's activations."""
+"""Size of the pool of pages: what `memory=` asks for, beside the activations of the largest forward pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from dmc.compression.full_attention import context_length
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.probabilities import QUERY_BLOCK
 from dmc.kernels.recurrent import RECURRENT_STATE
+from dmc.runtime.options import EngineOptions
 
 AUTO_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that "auto" gives to pages and activations; the rest covers the allocator's fragmentation
@@ -98,6 +100,33 @@ class Tables:
     def room(self, usable: int) -> int:
         """Return the largest number of bytes for pages beside their tables."""
         return max(usable - self.largest, int(usable / (1 + self.share)))
+
+
+def pool_blocks(options: EngineOptions, config: Any, layout: CacheLayout, has_policy: bool) -> int | None:
+    """Return how many blocks an engine's pool has, the least of any rank; None: it grows.
+
+    Args:
+        options: of the engine.
+        config: configuration of a transformers causal LM.
+        layout: layout of its cache.
+        has_policy: whether a policy compresses prompts, which are then fed whole and have their attention read.
+    """
+    context, rows, budget = context_length(config), options.max_batch_size, options.token_budget
+    largest_pass = num_logits = rows * min(options.prefill_chunk_size or context, context)
+    if budget is not None:  # which whole prompts under a policy exceed, at least the last one that is admitted
+        num_logits = min(largest_pass, budget + rows)  # of a prompt only the last token's
+        largest_pass = min(largest_pass, budget + (context if has_policy else 0))
+    activations = Activations.of(config, layout, largest_pass, num_logits, shows_attention=has_policy)
+    block = layout.block_bytes(options.block_size)
+    most = rows * layout.most_blocks(context, options.block_size) * block
+    gates = None if layout.policy_fields else layout.compression
+    ratio, table = 1.0 if gates is None else gates.target_ratio, TABLE_BYTES * (rows + 1)
+    longest = layout.num_layers * layout.num_kv_heads * -(-context // options.block_size)
+    tables = Tables(table * longest, table * ratio / block)
+    rings = table * len(layout.rings) * layout.num_kv_heads * layout.ring_blocks(options.block_size)
+    fixed = rings + (rows + 1) * layout.recurrent_bytes
+    limit = pool_bytes(options.memory, layout.device, most, activations, tables, fixed)
+    return None if limit is None else layout.ranks.all_reduce(limit // block, "min")
 
 
 def pool_bytes(

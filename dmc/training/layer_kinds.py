@@ -11,8 +11,6 @@ from dmc.compression.full_attention import layer_windows
 
 OF_EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Fields of configurations with an item for each layer."""
-DENSE_BELOW = ("first_k_dense_replace", "moe_layer_start_index")
-"""Fields with the number of first layers that have no experts."""
 
 
 def has_experts(config: PretrainedConfig) -> bool:
@@ -37,19 +35,31 @@ def with_layers(config: PretrainedConfig, kept: Sequence[int]) -> PretrainedConf
     Args:
         config: of a stock or compressed model.
         kept: ascending numbers of the layers.
+    Raises:
+        NotImplementedError: the family's fields cannot say which of these layers have experts.
     """
     values, count = config.to_dict(), config.num_hidden_layers
     values["num_hidden_layers"] = len(kept)
     for name in OF_EACH_LAYER:
         if values.get(name):
             values[name] = [values[name][index] for index in kept]
-    for name in DENSE_BELOW:
-        if values.get(name):
-            values[name] = sum(index < values[name] for index in kept)
-    if values.get("moe_layer_end_index") is not None:
-        values["moe_layer_end_index"] = sum(index <= values["moe_layer_end_index"] for index in kept) - 1
+    if values.get("first_k_dense_replace"):
+        values["first_k_dense_replace"] = sum(index < values["first_k_dense_replace"] for index in kept)
+    if (interval := values.get("moe_layer_interval")) is not None:
+        first, last = values["moe_layer_start_index"], values["moe_layer_end_index"]
+        sparse = [index for index in kept if first <= index <= last and (index + 1) % interval == 0]
+        values |= _experts_every([kept.index(index) for index in sparse], len(kept))
     if values.get("decoder_sparse_step") is not None:
         step, dense = values["decoder_sparse_step"], set(values.get("mlp_only_layers") or ())
         dense |= {index for index in range(count) if (index + 1) % step}
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": [kept.index(index) for index in kept if index in dense]}
     return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _experts_every(sparse: Sequence[int], count: int) -> dict[str, int]:
+    """Return the fields of Ernie 4.5 for a model of `count` layers, of which `sparse` have experts."""
+    first, last = (sparse[0], sparse[-1]) if sparse else (count, count)
+    for interval in range(1, count + 1):
+        if [index for index in range(first, min(last + 1, count)) if (index + 1) % interval == 0] == [*sparse]:
+            return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": interval}
+    raise NotImplementedError(f"of {count} layers {[*sparse]} have experts: no moe_layer_interval says so")

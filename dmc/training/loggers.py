@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from dmc.config.instantiate import instantiate
+from dmc.ranks import is_rank_zero
 from dmc.results.provenance import git_commit
 from dmc.training.config import RunConfig
-from dmc.training.record import is_rank_zero
 
 WANDB_ID = Path("wandb") / "run_id"
 """File with the run's id at wandb, in its output folder: every start continues the same wandb run."""

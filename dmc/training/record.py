@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,6 @@ OF_A_BRANCH = (
     "training.snapshot_ratios",
 )  # fmt: skip
 """Settings that may differ in a branch; their values at the shared steps must be the same."""
-
-
-def is_rank_zero() -> bool:
-    """Return whether this is the first of the launched processes, before they can communicate."""
-    if "RANK" in os.environ:  # torchrun numbers its processes anew, also inside srun
-        return os.environ["RANK"] == "0"
-    return all(os.environ.get(name, "0") == "0" for name in ("NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 def check_same_run(folder: Path, config: RunConfig) -> None:

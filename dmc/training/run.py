@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from dmc.config.instantiate import instantiate
-from dmc.data.hub import is_first_of_node
 from dmc.files import locked, refuse_occupied
 from dmc.models import retrofit
+from dmc.ranks import is_first_of_node, is_rank_zero
 from dmc.training.callbacks.adapter_init import AdapterInit
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.progress_bar import StepProgressBar
@@ -41,7 +41,7 @@ from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import check_start
-from dmc.training.record import check_branch, check_same_run, check_same_text, is_rank_zero, record_run, record_start
+from dmc.training.record import check_branch, check_same_run, check_same_text, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.strategies.devices import devices_per_node

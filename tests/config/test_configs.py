@@ -4,16 +4,17 @@ import shlex
 from itertools import zip_longest
 
 import pytest
-from composing import CONFIGS, composed, names, opening
-from hydra import compose, initialize_config_dir
+import yaml
+from composing import CONFIGS, choose, composed, names, opening, settings_of
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from scripts_here import run_script
 
 from dmc.commands.study import StudyConfig, check_measurements
 from dmc.config import build_config
+from dmc.config.command_line import plain_values
 from dmc.results.grid import CompareConfig, named_settings, plan_methods
-from dmc.training.config import RunConfig
+from dmc.training.config import RunConfig, run_config
 from dmc.training.scorer_fit import FitConfig
 from dmc.training.stages import Plan
 
@@ -26,8 +27,7 @@ def test_every_experiment_opens_with_its_command(name):
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "fit_scorer.py" in opening(name)[1]])
 def test_every_fit_of_a_scorer_composes_and_opens_with_its_command(name):
     assert opening(name) == ["# @package _global_", f"# python scripts/fit_scorer.py experiment={name}"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("fit_scorer", overrides=[f"experiment={name}"])
+    settings = settings_of("fit_scorer", f"experiment={name}")
     config = build_config(FitConfig, OmegaConf.to_container(settings, resolve=True))
     assert Plan(config.run.training, 1.0).total_steps == config.steps
 
@@ -35,8 +35,7 @@ def test_every_fit_of_a_scorer_composes_and_opens_with_its_command(name):
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])
 def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
     overrides = [] if name.startswith("quickstart") else ["models={base: DIR, cr4: DIR}"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("compare", overrides=[f"experiment={name}", *overrides])
+    settings = settings_of("compare", f"experiment={name}", *overrides)
     config = build_config(CompareConfig, OmegaConf.to_container(settings, resolve=True))
     assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
     words = shlex.split(opening(name)[1])
@@ -46,21 +45,31 @@ def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
 STUDIES = [name for name in names("experiment") if "study.py" in opening(name)[1]]
 
 
-def study(name):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = compose("study", overrides=[f"experiment={name}"])
-    return build_config(StudyConfig, OmegaConf.to_container(settings, resolve=True))
+def runs_in(study):
+    return [*study["bases"].items(), *study["runs"].items()]
+
+
+def study_runs():
+    files = [CONFIGS / "experiment" / f"{name}.yaml" for name in STUDIES]
+    return [run for file in files for run in runs_in(yaml.safe_load(file.read_text()))]
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_composes_and_opens_with_its_command(name):
     assert opening(name) == ["# @package _global_", f"# python scripts/study.py experiment={name}"]
-    check_measurements(study(name), CONFIGS)
+    settings = OmegaConf.to_container(settings_of("study", f"experiment={name}"), resolve=True)
+    check_measurements(build_config(StudyConfig, settings), CONFIGS)
+    assert all(run in study_runs() for run in runs_in(settings))
 
 
-def study_runs():
-    runs = [item for name in STUDIES for item in {**study(name).bases, **study(name).runs}.items()]
-    return [(name, list(arguments)) for name, arguments in runs]
+def test_values_set_after_groups_are_as_hydra_composes_them():
+    words = [
+        "experiment=recall/retrofit",
+        "compression.delay=8",
+        "data.facts=null",
+        "+trainer.lightning.deterministic=true",
+    ]
+    assert composed(*words) == run_config(plain_values(choose("train", *words)))
 
 
 @pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda value: value if isinstance(value, str) else "")

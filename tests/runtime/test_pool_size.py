@@ -10,7 +10,6 @@ from dmc import Engine, SamplingParams
 from dmc.budget import Budget
 from dmc.kernels.layout import CacheLayout
 from dmc.policies import H2O, SnapKV
-from dmc.runtime import engine as engine_module
 from dmc.runtime import pool_size
 from dmc.runtime.pool_size import Activations, free_bytes, pool_bytes
 
@@ -111,7 +110,7 @@ def test_no_pass_needs_more_than_auto_leaves(shape, make_stock, make_compressed,
     gates, policy, dtype, kernels = (options.pop(name, None) for name in ("gates", "policy", "dtype", "kernels"))
     model = make_stock(**options) if gates is None else make_compressed(gates=gates, **options)
     given = []
-    monkeypatch.setattr(engine_module, "pool_bytes", lambda *arguments: given.append(arguments[3]) or 6_000_000)
+    monkeypatch.setattr(pool_size, "pool_bytes", lambda *arguments: given.append(arguments[3]) or 6_000_000)
     engine = Engine(model.to(dtype or torch.float32), policy=policy, kernels=kernels or "auto", token_budget=256)
     tokens = [token % 83 for token in range(257)]
     engine.generate([tokens[:40]], SamplingParams(max_new_tokens=2))
