@@ -215,9 +215,9 @@ class PagedCache:
         # this rank may have failed alone, so the others are asked later; pools that grow are not equally large
         self.free.note(0, torch.arange(len(self.tokens_seen)))
 
-    def _owned_blocks(self, row: int | list[int]) -> Tensor:
-        tables = self._joined(self.fields["block_tables"][:, row], self.fields["ring_tables"][:, row])
-        return self._blocks_of(tables, self.all_lengths[:, row])
+    def _owned_blocks(self, rows: int | list[int]) -> Tensor:
+        tables = self._joined(self.fields["block_tables"][:, rows], self.fields["ring_tables"][:, rows])
+        return self._blocks_of(tables, self.all_lengths[:, rows])
 
     def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
         return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
@@ -350,9 +350,8 @@ class PagedCache:
         if wanted > self._room:
             self._room = self.allocator.num_free
             if wanted > self._room:
-                before = self.allocator.num_blocks
                 self._grow_pool(wanted - self._room)
-                self._room += self.allocator.num_blocks - before
+                self._room = self.allocator.num_free
         self._room -= wanted
 
     def _grow_pool(self, missing: int) -> None:
