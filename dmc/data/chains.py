@@ -1,20 +1,21 @@
 """Problems with solutions that are written out step by step: training and evaluation data for reasoning.
 
-A problem is a tree with weighted edges, listed in random order, and a target. Asked is for the node whose path from the
-root sums up to the target; there is one. The solution searches from the root, depth first, and tracks back:
+A problem is a program: inputs with a digit each, and lines that add two variables modulo 10. Every variable is
+assigned once. One operand of a line is a variable that no line has used yet, the other is drawn from all earlier
+ones, so nearly every line counts. Asked is for the value of the last one. The solution runs the program line by line:
 
-    ?a=07|ab3,ad1,de6,          root a, target 07; edges: parent, child, weight
-    a<.00ab3ad1a                node < its parent, sum of the path, edges to children left to try, in random order
-    b<a03b                      the first of them; it has none
-    a<.00-b3ad1a                back: - the child and weight that are done with, edges that are left
-    d<a01de6d
-    e<d07=e                     the sum is the target: = answer
+    a7c3|e=a+c,g=e+a,?          inputs, then lines
+    e=a+c:a7+c3=e0              the line, the line with its operands' values, and its own value
+    g=e+a:e0+a7=g7
+    ?g7                         the answer
 
-Every line needs what stands far back: the edges in the problem, the target, an earlier line of the same node. Each item
-of a list begins with the node's own name, and so does its end: what comes next is what followed that name elsewhere.
+Every line needs what stands far back: itself, in the program; the values of its operands, among the inputs or in any
+earlier line; the name of the next line, behind it in the program. Each of these steps finds what followed a name
+elsewhere, or what stands at a fixed distance from it, and the rest is a table of 100 sums. Solutions that are sampled
+err in different steps, and in different digits.
 
-Which child comes first is chance, for the writer of the training data and for a model that samples. A solution of
-limited length is right if it comes to the answer in time, and several solutions of a problem search in several orders.
+Values of names are what a small model learns last: it guesses among the digits. Two lessons come first, in documents
+without a program: copies of random symbols, then pairs of names and symbols that are said again in other orders.
 """
 
 from __future__ import annotations
@@ -34,90 +35,69 @@ from dmc.data.code import Split, split_of
 from dmc.data.sources import Document, DocumentSource
 
 NAMES = string.ascii_letters
-"""Names of nodes."""
-MOST_CHILDREN = 3
+"""Names of variables."""
+MOST_INPUTS = 4
+MOST_LINES = len(NAMES) - MOST_INPUTS
 SEPARATORS = (" ", ",", ";", "/")
-LAYOUTS = ("?{root}={target}|{edges}\n", "{edges}|?{root}={target}\n", "?{target}={root}|{edges}\n")
-"""Forms of problems; an edge ends with the separator."""
-UNSEEN = {(0, 3), (1, 2), (2, 1)}
-"""Layouts and separators that no training shows together."""
-HELD_OUT_SIZES = (12, 20, 28, 36, 44)
-"""Numbers of nodes that no training shows."""
-ANSWER = re.compile(r"=([a-zA-Z])$")
+SIGNS = ("=", ":", "<")
+"""Forms of problems: a line ends with a separator, its name with a sign."""
+UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
+"""Signs and separators that no training shows together."""
+ANSWER = re.compile(r"\?[a-zA-Z](\d)\Z")
 _PER_SHARD = 256  # problems that are drawn from one seed
 
+RARE = "".join(map(chr, range(0x100, 0x280)))
+"""Letters that lessons alone have; the tokenizer learns a token for each."""
+SYMBOLS = string.digits + string.punctuation + RARE
+"""Values in lessons: so many that a guess is worth nothing, and only looking one up helps; of 10 digits it is not so."""
+
 Forms = Literal["seen", "unseen"]
+Lesson = Literal["copies", "pairs"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sum; operands are numbers of variables: of the inputs, then of the lines before."""
+
+    first: int
+    second: int
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A tree and a target; node 0 is the root."""
+    """A program, and its text."""
 
     names: str
-    """One letter for each node."""
-    parents: tuple[int, ...]
-    """Parent of each node, -1 of the root; it comes before its children."""
-    weights: tuple[int, ...]
-    """Weight of the edge from each node's parent, 1 to 9; 0 of the root."""
-    goal: int
-    """The node that is asked for."""
+    """One letter for each variable: inputs, then lines."""
+    inputs: tuple[int, ...]
+    """Digits of the inputs."""
+    lines: tuple[Line, ...]
     prompt: str
-    """The problem as text."""
+    """The program as text."""
 
     @cached_property
-    def sums(self) -> list[int]:
-        """Sum of the weights from the root to each node."""
-        found: list[int] = []
-        for parent, weight in zip(self.parents, self.weights, strict=True):
-            found.append(weight + (found[parent] if parent >= 0 else 0))
+    def values(self) -> list[int]:
+        """Digit of each variable."""
+        found = list(self.inputs)
+        for line in self.lines:
+            found.append((found[line.first] + found[line.second]) % 10)
         return found
 
-    @cached_property
-    def paths(self) -> list[str]:
-        """Weights from the root to each node, sorted: the same for trees that differ in their nodes' order alone."""
-        found: list[str] = []
-        for parent, weight in zip(self.parents, self.weights, strict=True):
-            found.append(f"{found[parent]}{weight}" if parent >= 0 else "")
-        return sorted(found)
+    @property
+    def answer(self) -> str:
+        """Value of the last line."""
+        return str(self.values[-1])
 
     @cached_property
-    def children(self) -> list[list[int]]:
-        """Children of each node."""
-        found: list[list[int]] = [[] for _ in self.parents]
-        for child, parent in enumerate(self.parents[1:], 1):
-            found[parent].append(child)
-        return found
-
-    def solve(self, draw: np.random.Generator) -> str:
-        """Search for the goal, children in random order, and write each step down."""
-        left = [[int(child) for child in draw.permutation(children)] for children in self.children]
-        lines, node, finished = list[str](), 0, ""
-        while node != self.goal:
-            name = self.names[node]
-            edges = "".join(f"{name}{self._named(child)}" for child in left[node])
-            lines.append(f"{self._line(node)}{finished}{edges}{name}")
-            finished = "" if left[node] else f"-{self._named(node)}"
-            node = left[node].pop(0) if left[node] else self.parents[node]
-        return "\n".join([*lines, f"{self._line(node)}={self.names[node]}"])
-
-    def repeat(self, draw: np.random.Generator) -> str:
-        """Write the edges again, in their order and then in two others: a lesson in finding what a node leads to."""
-        edges = re.findall("[a-zA-Z]{2}[0-9].", self.prompt)
-        orders = [np.arange(len(edges)), *(draw.permutation(len(edges)) for _ in range(2))]
-        return "".join(edges[index] for order in orders for index in order)
-
-    def is_right(self, answer: str | None) -> bool:
-        """Return whether an answer names a node whose path sums up to the target."""
-        if answer is None or answer not in self.names:
-            return False
-        return self.sums[self.names.index(answer)] == self.sums[self.goal]
-
-    def _named(self, node: int) -> str:
-        return f"{self.names[node]}{self.weights[node]}"
-
-    def _line(self, node: int) -> str:
-        parent = "." if node == 0 else self.names[self.parents[node]]
-        return f"{self.names[node]}<{parent}{self.sums[node]:02d}"
+    def solution(self) -> str:
+        """The program, run line by line."""
+        named = [f"{name}{value}" for name, value in zip(self.names, self.values, strict=True)]
+        lines = [
+            f"{named[number][0]}={named[line.first][0]}+{named[line.second][0]}:"
+            f"{named[line.first]}+{named[line.second]}={named[number]}\n"
+            for number, line in enumerate(self.lines, len(self.inputs))
+        ]
+        return f"{''.join(lines)}?{named[-1]}"
 
 
 def answer_of(solution: str) -> str | None:
@@ -126,54 +106,65 @@ def answer_of(solution: str) -> str | None:
     return None if found is None else found[1]
 
 
-def draw_problem(size: int, draw: np.random.Generator, split: Split, forms: Forms = "seen") -> Problem:
-    """Draw a problem of a split: by a hash of tree and target, whatever the letters, the form and the order.
+def draw_problem(
+    size: int, draw: np.random.Generator, split: Split, forms: Forms = "seen", digits: int = 10
+) -> Problem:
+    """Draw a problem of a split: by a hash of the program, whatever its letters and its form.
 
     Args:
-        size: number of nodes.
+        size: number of lines.
         draw: source of randomness.
         split: see `split_of`.
         forms: whether it is written in a form that occurs in training.
+        digits: number of digits that inputs are drawn from, the smallest ones.
     """
     while True:
-        parents, weights = _draw_tree(size, draw), [0, *draw.integers(1, 10, size=size - 1).tolist()]
-        tree = Problem("", tuple(parents), tuple(weights), 0, "")
-        goals = [node for node in range(1, size) if tree.sums.count(tree.sums[node]) == 1 and tree.sums[node] < 100]
-        if not goals:
-            continue
-        goal = int(draw.choice(goals))
-        if split_of(f"{tree.paths} {tree.sums[goal]}") != split:
-            continue
-        names = "".join(draw.permutation(list(NAMES))[:size])
-        prompt = _written(tree, names, tree.sums[goal], draw, forms)
-        return Problem(names, tree.parents, tree.weights, goal, prompt)
+        inputs = draw.integers(digits, size=draw.integers(2, MOST_INPUTS + 1)).tolist()
+        lines = _draw_lines(len(inputs), size, draw)
+        if split_of(f"{inputs} {lines}") == split:
+            break
+    names = "".join(draw.permutation(list(NAMES))[: len(inputs) + size])
+    return Problem(names, tuple(inputs), tuple(lines), _written(names, inputs, lines, draw, forms))
 
 
-def _draw_tree(size: int, draw: np.random.Generator) -> list[int]:
-    """Draw a parent for each node, among those before it that have room for a child."""
-    parents, num_children = [-1], [0] * size
-    for node in range(1, size):
-        room = [other for other in range(node) if num_children[other] < MOST_CHILDREN]
-        parents.append(room[int(draw.integers(len(room)))])
-        num_children[parents[-1]] += 1
-    return parents
+def _draw_lines(num_inputs: int, size: int, draw: np.random.Generator) -> list[Line]:
+    """Draw operands of each line: a variable that no line has used yet, and any other earlier one, in either order."""
+    unused, lines = list(range(num_inputs)), list[Line]()
+    for number in range(num_inputs, num_inputs + size):
+        needed = unused.pop(int(draw.integers(len(unused))))
+        other = int(draw.integers(number - 1))
+        other += other >= needed
+        first, second = (needed, other) if draw.random() < 0.5 else (other, needed)
+        lines.append(Line(first, second))
+        unused = [*(left for left in unused if left != other), number]
+    return lines
 
 
-def _written(tree: Problem, names: str, target: int, draw: np.random.Generator, forms: Forms) -> str:
-    written = [
-        (layout, separator)
-        for layout in range(len(LAYOUTS))
-        for separator in range(len(SEPARATORS))
-        if ((layout, separator) in UNSEEN) == (forms == "unseen")
-    ]
-    layout, separator = written[int(draw.integers(len(written)))]
-    edges = [
-        f"{names[parent]}{names[child]}{weight}{SEPARATORS[separator]}"
-        for child, (parent, weight) in enumerate(zip(tree.parents, tree.weights, strict=True))
-        if child
-    ]
-    shuffled = "".join(edges[index] for index in draw.permutation(len(edges)))
-    return LAYOUTS[layout].format(root=names[0], target=f"{target:02d}", edges=shuffled)
+def _written(names: str, inputs: list[int], lines: list[Line], draw: np.random.Generator, forms: Forms) -> str:
+    pairs = [(sign, end) for sign in SIGNS for end in SEPARATORS if ((sign, end) in UNSEEN) == (forms == "unseen")]
+    sign, end = pairs[int(draw.integers(len(pairs)))]
+    given = "".join(f"{name}{value}" for name, value in zip(names, inputs, strict=False))
+    run = "".join(
+        f"{name}{sign}{names[line.first]}+{names[line.second]}{end}"
+        for name, line in zip(names[len(inputs) :], lines, strict=True)
+    )
+    return f"{given}|{run}?\n"
+
+
+def draw_copy(draw: np.random.Generator) -> tuple[str, ...]:
+    """Draw 16 random symbols and letters, and the same again; the end is not learned, or lengths would be counted."""
+    text = "".join(draw.choice(list(SYMBOLS + NAMES), size=16).tolist())
+    return text, text, ""
+
+
+def draw_pairs(letters: int, draw: np.random.Generator) -> tuple[str, ...]:
+    """Draw 4 of the first letters with a symbol each; all are said, then asked for three times, in random orders."""
+    names = draw.permutation(list(NAMES[:letters]))[:4].tolist()
+    values = dict(zip(names, draw.choice(list(SYMBOLS), size=4).tolist(), strict=True))
+    said = "".join(f"{name}{value}" for name, value in values.items())
+    asked = [name for _ in range(3) for name in draw.permutation(names)]
+    parts = [part for name in asked for part in (name, values[name])]
+    return (f"{said}{parts[0]}", *parts[1:], "")
 
 
 @dataclass(frozen=True)
@@ -183,35 +174,41 @@ class ChainSource(DocumentSource):
     split: Split = "train"
     problems: int = 1000
     """Number of problems."""
-    smallest: int = 4
-    """Nodes of the smallest problem."""
-    largest: int = 46
-    """Nodes of the largest problem."""
-    lesson: bool = False
-    """Whether the edges are repeated instead of a solution, see `Problem.repeat`."""
+    smallest: int = 2
+    """Lines of the smallest problem."""
+    largest: int = MOST_LINES
+    """Lines of the largest problem."""
+    digits: int = 10
+    """Number of digits that inputs are drawn from, the smallest ones: of few, each operand tells much of the sum."""
+    lesson: Lesson | None = None
+    """What comes instead of problems, each of 32 tokens; None: problems."""
+    letters: int = len(NAMES)
+    """Number of letters that a lesson's names are drawn from."""
     seed: int = 0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.lesson not in (None, *get_args(Lesson)) or not 4 <= self.letters <= len(NAMES):
+            raise ValueError(
+                f"lesson={self.lesson!r}, letters={self.letters}: expected null or one of {list(get_args(Lesson))}, "
+                f"and 4 to {len(NAMES)} letters"
+            )
+        if not 1 <= self.digits <= 10:
+            raise ValueError(f"digits={self.digits}: expected 1 to 10")
         if self.split not in get_args(Split):
             raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
-        if not 2 <= self.smallest <= self.largest <= len(NAMES):
+        if not 1 <= self.smallest <= self.largest <= MOST_LINES:
             raise ValueError(
-                f"smallest={self.smallest}, largest={self.largest}: expected 2 <= smallest <= largest <= {len(NAMES)}"
+                f"smallest={self.smallest}, largest={self.largest}: expected 1 <= smallest <= largest <= {MOST_LINES}"
             )
-        if not self.sizes or self.problems < 1:
-            raise ValueError(f"problems={self.problems} of sizes {self.sizes}: expected at least one of each")
+        if self.problems < 1:
+            raise ValueError(f"problems={self.problems}: expected at least one")
         super().__post_init__()
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of nodes, without those that training does not show."""
-        return [size for size in range(self.smallest, self.largest + 1) if size not in HELD_OUT_SIZES]
 
     @property
     def label(self) -> str:
         """For messages and file names."""
-        return f"chains:{self.split}{':lesson' if self.lesson else ''}"
+        return f"chains:{self.split}{f':{self.lesson}' if self.lesson else ''}"
 
     @property
     def has_loss_mask(self) -> bool:
@@ -223,13 +220,14 @@ class ChainSource(DocumentSource):
 
     def description(self) -> dict[str, Any]:
         """Return the settings, and a hash of the first problems, which follows the code that writes them."""
-        first = "".join(text for problem in _pairs(self, range(0, min(self.problems, 8))) for text in problem)
-        options = {name: getattr(self, name) for name in ("split", "problems", "smallest", "largest", "lesson", "seed")}
+        first = "\0".join(text for parts in _drawn(self, range(0, min(self.problems, 8))) for text in parts)
+        names = ("split", "problems", "smallest", "largest", "digits", "lesson", "letters", "seed")
+        options = {name: getattr(self, name) for name in names}
         return {"chains": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
 
     def num_bytes(self) -> int:
-        """Return the approximate size: a node has an edge of 4 characters, and half of some 20 of a solution."""
-        return self.problems * 14 * (self.smallest + self.largest) // 2
+        """Return the approximate size: a line has 6 characters of the problem and 15 of the solution."""
+        return self.problems * 21 * (self.smallest + self.largest) // 2
 
     def stream(self) -> IterableDataset:
         """Stream the problems, some hundreds in a shard."""
@@ -237,19 +235,24 @@ class ChainSource(DocumentSource):
         return IterableDataset.from_generator(_rows, gen_kwargs={"source": self, "starts": starts})
 
     def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
-        """Yield problem and solution of each row."""
-        return ((row["prompt"], row["completion"]) for row in rows)
+        """Yield problem and solution of each row, or prompts and completions of a lesson."""
+        return (tuple(row["parts"]) for row in rows)
 
 
-def _rows(source: ChainSource, starts: list[int]) -> Iterator[dict[str, str]]:
+def _rows(source: ChainSource, starts: list[int]) -> Iterator[dict[str, list[str]]]:
     for start in starts:
-        for prompt, completion in _pairs(source, range(start, min(start + _PER_SHARD, source.problems))):
-            yield {"prompt": prompt, "completion": completion}
+        for parts in _drawn(source, range(start, min(start + _PER_SHARD, source.problems))):
+            yield {"parts": list(parts)}
 
 
-def _pairs(source: ChainSource, numbers: range) -> Iterator[tuple[str, str]]:
+def _drawn(source: ChainSource, numbers: range) -> Iterator[tuple[str, ...]]:
     split = get_args(Split).index(source.split)
     for number in numbers:
         draw = np.random.default_rng([source.seed, split, number])
-        problem = draw_problem(int(draw.choice(source.sizes)), draw, source.split)
-        yield problem.prompt, problem.repeat(draw) if source.lesson else problem.solve(draw)
+        if source.lesson == "copies":
+            yield draw_copy(draw)
+        elif source.lesson == "pairs":
+            yield draw_pairs(source.letters, draw)
+        else:
+            problem = draw_problem(int(draw.integers(source.smallest, source.largest + 1)), draw, source.split, digits=source.digits)
+            yield problem.prompt, problem.solution

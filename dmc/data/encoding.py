@@ -89,19 +89,22 @@ class DocumentEncoder:
         for number, token_ids in zip(texts, encode_documents(self.tokenizer, list(texts.values())), strict=True):
             if token_ids:
                 encoded[number] = self._framed(token_ids)
-        for number, pair in enumerate(documents):
-            if isinstance(pair, tuple) and all(map(_is_text, pair)):
-                encoded[number] = self._pair(*pair)
+        for number, parts in enumerate(documents):
+            if isinstance(parts, tuple) and all(map(_is_text, parts[: len(parts) // 2 * 2])):  # a last prompt may be empty
+                encoded[number] = self._in_turn(parts)
         return encoded
 
     def _framed(self, token_ids: Sequence[int]) -> Encoded:
         return Encoded(np.array([*self.framing.begin, *token_ids, self.framing.end], dtype=np.int32))
 
-    def _pair(self, prompt: str, completion: str) -> Encoded:
-        encoded = self._with_offsets(prompt + completion)
-        learned = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
+    def _in_turn(self, parts: Sequence[str]) -> Encoded:
+        """Encode texts of which every second is learned, tokens that end in it; the end, if the last one is."""
+        encoded = self._with_offsets("".join(parts))
+        ends = np.cumsum([len(part) for part in parts])
+        places = np.searchsorted(ends, [stop - 1 for _, stop in encoded["offset_mapping"]], side="right")
+        learned = (places % 2 == 1).tolist()
         framed = self._framed(encoded["input_ids"])
-        return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, True]))
+        return Encoded(framed.token_ids, np.array([False] * len(self.framing.begin) + [*learned, len(parts) % 2 == 0]))
 
     def _chat(self, messages: Chat) -> Encoded:
         if not all(isinstance(message, dict) for message in messages):

@@ -29,8 +29,8 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 Chat = list[dict[str, Any]]
-Document = str | Chat | tuple[str, str] | None
-"""A text, a chat, or a prompt and its completion; None: it cannot be decoded."""
+Document = str | Chat | tuple[str, ...] | None
+"""A text, a chat, or prompts and completions in turn, of which completions are learned; None: it cannot be decoded."""
 
 
 class DocumentSource:

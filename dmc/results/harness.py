@@ -159,8 +159,7 @@ class EngineLM(HFLM):
             prompts.append(self._cut(self.tok_encode(text[:cut]), room))
         fed, after = self._parts(prompts) if self.question_at is None else (prompts, questions)
         if self.voting.chains > 1:
-            pairs = tqdm(list(zip(fed, after, params, strict=True)), "prompts", disable=disable_tqdm or None)
-            generations = [self._vote(*pair) for pair in pairs]
+            generations = self._votes(fed, after, params, progress=False if disable_tqdm else None)
         else:
             generations = self.engine.generate(fed, params, progress=False if disable_tqdm else None, after=after)
             self.stats += [generation.stats for generation in generations]
@@ -170,17 +169,21 @@ class EngineLM(HFLM):
             for generation, sampling in zip(generations, params, strict=True)
         ]
 
-    def _vote(self, prompt: list[int], after: list[int], params: SamplingParams) -> Generation:
-        """Write the chains of a prompt, and return the first with the answer that the vote has chosen."""
-        if not after:
-            prompt, after = prompt[:-1], prompt[-1:]
-        chains = write_chains(self.engine, prompt, after, params)
-        self.memory.append({"peak_bytes": float(chains.peak_bytes), "bytes_read": chains.bytes_read})
-        self.stats += [generation.stats for generation in chains.generations]
-        found = [re.findall(self.answer_pattern or "(?s).+", one.text or "") for one in chains.generations]
-        answers = [_stripped(matches[-1]) if matches else None for matches in found]
-        chosen = voted(answers, self.voting.vote, [len(one.token_ids) for one in chains.generations])
-        return chains.generations[0 if chosen is None else answers.index(chosen)]
+    def _votes(
+        self, prompts: list[list[int]], after: list[list[int]], params: list[SamplingParams], progress: bool | None
+    ) -> list[Generation]:
+        """Write the chains of each prompt, and return the first with the answer that the vote has chosen."""
+        fed = [prompt if question else prompt[:-1] for prompt, question in zip(prompts, after, strict=True)]
+        after = [question or prompt[-1:] for prompt, question in zip(prompts, after, strict=True)]
+        winners = []
+        for chains in write_chains(self.engine, fed, after, params, progress):
+            self.memory.append({"peak_bytes": float(chains.peak_bytes), "bytes_read": chains.bytes_read})
+            self.stats += [generation.stats for generation in chains.generations]
+            found = [re.findall(self.answer_pattern or "(?s).+", one.text or "") for one in chains.generations]
+            answers = [_stripped(matches[-1]) if matches else None for matches in found]
+            chosen = voted(answers, self.voting.vote, [len(one.token_ids) for one in chains.generations])
+            winners.append(chains.generations[0 if chosen is None else answers.index(chosen)])
+        return winners
 
     def _sampling(self, settings: dict[str, Any], identity: str) -> SamplingParams:
         """Read a task's generation settings; `identity` seeds the draw."""

@@ -215,9 +215,9 @@ class PagedCache:
         # this rank may have failed alone, so the others are asked later; pools that grow are not equally large
         self.free.note(0, torch.arange(len(self.tokens_seen)))
 
-    def _owned_blocks(self, row: int) -> Tensor:
-        tables = self._joined(self.fields["block_tables"][:, row], self.fields["ring_tables"][:, row])
-        return self._blocks_of(tables, self.all_lengths[:, row])
+    def _owned_blocks(self, rows: int | list[int]) -> Tensor:
+        tables = self._joined(self.fields["block_tables"][:, rows], self.fields["ring_tables"][:, rows])
+        return self._blocks_of(tables, self.all_lengths[:, rows])
 
     def _blocks_of(self, tables: Tensor, lengths: Tensor) -> Tensor:
         return tables[torch.arange(tables.shape[-1], device=tables.device) < -(-lengths[..., None] // self.block_size)]
@@ -350,9 +350,8 @@ class PagedCache:
         if wanted > self._room:
             self._room = self.allocator.num_free
             if wanted > self._room:
-                before = self.allocator.num_blocks
                 self._grow_pool(wanted - self._room)
-                self._room += self.allocator.num_blocks - before
+                self._room = self.allocator.num_free
         self._room -= wanted
 
     def _grow_pool(self, missing: int) -> None:
@@ -384,14 +383,15 @@ class PagedCache:
         """Bytes of one sequence beside its pages: raw history, means, lengths, tables, states, what a policy keeps."""
         return self.fields.row_bytes
 
-    def bytes_allocated(self, row: int) -> int:
-        """Bytes held for a sequence on all ranks: whole pages, tables and all state, in fast memory and slow."""
-        slow = 0 if self.slow is None else self.slow.bytes_allocated(row)
-        return self.bytes_fast(row) + self.layout.ranks.all_reduce(slow)
+    def bytes_allocated(self, *rows: int) -> int:
+        """Bytes on all ranks of whole pages, those that rows share counted once, tables and state, also in slow memory."""
+        slow = 0 if self.slow is None else sum(map(self.slow.bytes_allocated, rows))
+        return self.bytes_fast(*rows) + self.layout.ranks.all_reduce(slow)
 
-    def bytes_fast(self, row: int) -> int:
+    def bytes_fast(self, *rows: int) -> int:
         """Of `bytes_allocated`, those on the cache's device."""
-        return self.layout.ranks.all_reduce(self._owned_blocks(row).numel() * self.block_bytes + self.state_bytes)
+        num_blocks = self._owned_blocks([*rows]).unique().numel()
+        return self.layout.ranks.all_reduce(num_blocks * self.block_bytes + len(rows) * self.state_bytes)
 
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""

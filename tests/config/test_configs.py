@@ -75,7 +75,8 @@ def test_values_set_after_groups_are_as_hydra_composes_them():
 @pytest.mark.parametrize(("name", "arguments"), study_runs(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_run_of_the_study_composes(name, arguments):
     config = composed(*arguments)
-    lengths = {"4096": 4096, "base_short": 256, "=hybrid/": 256, "=reasoning/base_": 256, "=reasoning/": 512}
+    lengths = {"4096": 4096, "base_short": 256, "=hybrid/": 256, "medium_5": 256, "medium": 256, "large": 512}
+    lengths |= {"=reasoning/base_lesson": 33, "=reasoning/base_small": 128}
     length = next((number for part, number in lengths.items() if part in arguments[0] or part == name), 1024)
     assert config.training.sequence_length == length
     assert Plan(config.training, config.target_ratio, config.compression).total_steps > 0

@@ -7,110 +7,83 @@ import numpy as np
 import pytest
 
 from dmc.data import ChainSource, answer_of, build_packed, draw_problem, train_tokenizer
-from dmc.data.chains import HELD_OUT_SIZES
+
+LINE = re.compile(r"([a-zA-Z])[=:<]([a-zA-Z])\+([a-zA-Z])[ ,;/]")
+INPUT = re.compile(r"([a-zA-Z])(\d)")
 
 
 def read_problem(prompt):
-    """Return edges {child: (parent, weight)}, root and target of a problem in any form."""
-    question = re.search(r"\?(\w+)=(\w+)", prompt)
-    root, target = sorted(question.groups(), key=str.isdigit)
-    edges = re.findall(r"([a-zA-Z])([a-zA-Z])(\d)", prompt.replace(question[0], ""))
-    found = {child: (parent, int(weight)) for parent, child, weight in edges}
-    assert len(found) == len(edges) and root not in found
-    return found, root, int(target)
+    """Return inputs {name: digit} and lines [(name, first, second)] of a problem in any form."""
+    given, run = prompt.removesuffix("?\n").split("|")
+    inputs, lines = INPUT.findall(given), LINE.findall(run)
+    assert given == "".join(match[0] for match in INPUT.finditer(given))
+    assert run == "".join(match[0] for match in LINE.finditer(run))
+    names = [name for name, *_ in inputs + lines]
+    assert len({*names}) == len(names)
+    return {name: int(digit) for name, digit in inputs}, lines
 
 
-def path_sum(edges, node):
-    return 0 if node not in edges else edges[node][1] + path_sum(edges, edges[node][0])
+def run_program(prompt):
+    """Return the value of every variable: Python runs the lines."""
+    values, lines = read_problem(prompt)
+    for name, first, second in lines:
+        assert first != second
+        values[name] = eval(f"({first}+{second}) % 10", {}, dict(values))
+    return values
 
 
-def check_solution(prompt, solution):
-    """Follow a solution line by line, with a stack."""
-    edges, root, target = read_problem(prompt)
-    stack, came_before = [], set()
-    *lines, last = solution.split("\n")
-    for line in lines:
-        node, parent, total, done, listed, end = re.fullmatch(
-            r"(\w)<([\w.])(\d\d)(-\w\d)?((?:[a-zA-Z]{2}\d)*)(\w)", line
-        ).groups()
-        assert end == node
-        assert parent == (edges[node][0] if node in edges else ".")
-        assert int(total) == path_sum(edges, node) != target
-        items = re.findall("...", listed)
-        listed = [item[1] for item in items]
-        assert items == [f"{node}{child}{edges[child][1]}" for child in listed]
-        if node not in came_before:
-            assert done is None
-            came_before.add(node)
-            assert sorted(listed) == sorted(child for child in edges if edges[child][0] == node)
-            assert node == root if not stack else node == stack[-1][1][0]
-            stack.append((node, listed))
-        else:
-            finished, nothing = stack.pop()
-            assert not nothing and edges[finished][0] == node and done == f"-{finished}{edges[finished][1]}"
-            assert (before := stack.pop())[0] == node and before[1] == [finished, *listed]
-            stack.append((node, listed))
-    node, parent, total, answer = re.fullmatch(r"(\w)<([\w.])(\d\d)=(\w)", last).groups()
-    assert node == answer == stack[-1][1][0] and parent == edges[node][0]
-    assert int(total) == path_sum(edges, node) == target
-    assert [other for other in edges if path_sum(edges, other) == target] == [node]
-
-
-@pytest.mark.parametrize("size", [2, 3, 9, 20, 52])
+@pytest.mark.parametrize("size", [1, 3, 20, 48])
 @pytest.mark.parametrize("forms", ["seen", "unseen"])
-def test_solutions_are_searches_that_end_at_the_only_answer(size, forms):
+def test_solutions_run_the_program_line_by_line(size, forms):
     draw = np.random.default_rng(size)
-    for split in ("train", "test"):
-        for _ in range(10):
-            problem = draw_problem(size, draw, split, forms)
-            solutions = {problem.solve(draw) for _ in range(4)}
-            assert size < 9 or len(solutions) > 1, "the order of a search is chance"
-            for solution in solutions:
-                check_solution(problem.prompt, solution)
-                assert problem.is_right(answer_of(solution))
-            wrong = [name for name in problem.names if name != problem.names[problem.goal]]
-            assert not any(map(problem.is_right, [*wrong, None, "?", ""]))
+    for split, _ in itertools.product(("train", "test"), range(10)):
+        problem = draw_problem(size, draw, split, forms)
+        values, (_, lines) = run_program(problem.prompt), read_problem(problem.prompt)
+        written = [
+            f"{name}={first}+{second}:{first}{values[first]}+{second}{values[second]}={name}{values[name]}"
+            for name, first, second in lines
+        ]
+        last = lines[-1][0]
+        assert problem.solution.split("\n") == [*written, f"?{last}{values[last]}"] and len(lines) == size
+        assert answer_of(problem.solution) == problem.answer == str(values[last])
 
 
 def test_an_answer_is_what_a_solution_ends_with():
-    assert answer_of("a<.00+b\nb<a07=b") == "b"
-    assert [answer_of(text) for text in ("a<.00+b\nb<a07=", "b<a07=b\na", "", "=bc")] == [None] * 4
+    assert answer_of("e=a+c:a7+c3=e0\n?e0") == "0"
+    assert [answer_of(text) for text in ("e=a+c:a7+c3=e0", "e=a+c:a7+c3=e0\n?e", "", "?e0\n", "?e01")] == [None] * 5
 
 
-def tree_of(prompt):
-    """Return a problem whatever its letters and form: the paths of weights to all nodes, and the answer's."""
-    edges, _, target = read_problem(prompt)
-
-    def path(node):
-        return () if node not in edges else (*path(edges[node][0]), edges[node][1])
-
-    return tuple(sorted(map(path, edges))), target
+def program_of(prompt):
+    """Return a problem whatever its letters and form."""
+    inputs, lines = read_problem(prompt)
+    places = {name: place for place, name in enumerate([*inputs, *(name for name, *_ in lines)])}
+    return (*inputs.values(), *((places[first], places[second]) for _, first, second in lines))
 
 
 def test_splits_share_no_problem():
     splits = ("train", "validation", "calibration", "test")
-    pairs = {split: ChainSource(split, problems=1500, smallest=4, largest=4) for split in splits}
+    pairs = {split: ChainSource(split, problems=1500, smallest=1, largest=1) for split in splits}
     texts = {split: [prompt for prompt, _ in source.read(source.stream())] for split, source in pairs.items()}
-    trees = {split: {tree_of(prompt) for prompt in prompts} for split, prompts in texts.items()}
-    assert all(len(found) < 1500 for found in trees.values()), "so few trees are drawn again within a split"
+    programs = {split: {program_of(prompt) for prompt in prompts} for split, prompts in texts.items()}
+    assert all(len(found) < 1500 for found in programs.values()), "so few programs are drawn again within a split"
     for first, second in itertools.combinations(splits, 2):
-        assert not trees[first] & trees[second]
+        assert not programs[first] & programs[second]
 
 
-def test_training_shows_no_held_out_size_and_no_unseen_form():
+def test_training_shows_all_sizes_and_no_unseen_form():
     source, draw = ChainSource(problems=600), np.random.default_rng(0)
     prompts = [prompt for prompt, _ in source.read(source.stream())]
-    sizes = {1 + len(read_problem(prompt)[0]) for prompt in prompts}
-    assert sizes == {size for size in range(4, 47) if size not in HELD_OUT_SIZES}
+    sizes = {len(read_problem(prompt)[1]) for prompt in prompts}
+    assert sizes == {*range(2, 49)}
 
-    def layout_of(prompt):
-        separator = re.search(r"[a-zA-Z]{2}\d(.)", prompt)[1]
-        return separator, prompt.startswith("?"), bool(re.search(r"\?\d", prompt))
+    def form_of(prompt):
+        return re.search(r"\|.(.)...(.)", prompt).groups()
 
-    unseen = {layout_of(draw_problem(9, draw, "test", "unseen").prompt) for _ in range(60)}
-    seen = {layout_of(prompt) for prompt in prompts}
+    unseen = {form_of(draw_problem(9, draw, "test", "unseen").prompt) for _ in range(60)}
+    seen = {form_of(prompt) for prompt in prompts}
     assert len(unseen) == 3 and len(seen) == 9 and not seen & unseen
-    assert {separator for separator, *_ in unseen} <= {separator for separator, *_ in seen}
+    for known, new in zip(zip(*seen, strict=True), zip(*unseen, strict=True), strict=True):
+        assert {*new} <= {*known}
 
 
 def test_a_source_is_a_function_of_its_settings_and_can_be_read_in_parts():
@@ -124,18 +97,8 @@ def test_a_source_is_a_function_of_its_settings_and_can_be_read_in_parts():
     assert not any(list(other.read(other.stream())) == pairs for other in others)
 
 
-def test_a_lesson_repeats_the_edges_in_their_order_and_in_two_others():
-    source = ChainSource(problems=20, lesson=True, smallest=9, largest=16)
-    for prompt, repeated in source.read(source.stream()):
-        edges = re.findall(r"[a-zA-Z]{2}\d[^a-zA-Z\d]", prompt)
-        parts = re.findall("....", repeated)
-        thirds = [parts[begin : begin + len(edges)] for begin in range(0, len(parts), len(edges))]
-        assert thirds[0] == edges and all(sorted(third) == sorted(edges) for third in thirds) and len(thirds) == 3
-        assert edges != thirds[1] != thirds[2]
-
-
 def test_every_letter_is_a_token_and_only_solutions_are_trained_on(tmp_path):
-    source = ChainSource(problems=40, largest=12)
+    source = ChainSource(problems=40, largest=9)
     tokenizer = train_tokenizer(source.documents(), 257, tmp_path / "tokenizer")
     packed = build_packed(source, tokenizer, 256, tmp_path / "cache", document_starts=True, whole_documents=True)
     pairs, found = list(source.read(source.stream())), 0
@@ -154,9 +117,46 @@ def test_every_letter_is_a_token_and_only_solutions_are_trained_on(tmp_path):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="expected 2 <= smallest <= largest <= 52"):
-        ChainSource(smallest=9, largest=53)
-    with pytest.raises(ValueError, match="sizes \\[\\]"):
-        ChainSource(smallest=12, largest=12)
+    with pytest.raises(ValueError, match="expected 1 <= smallest <= largest <= 48"):
+        ChainSource(smallest=9, largest=49)
+    with pytest.raises(ValueError, match="problems=0: expected at least one"):
+        ChainSource(problems=0)
     with pytest.raises(ValueError, match="split='dev'"):
         ChainSource("dev")
+    with pytest.raises(ValueError, match="lesson='sums', letters=52"):
+        ChainSource(lesson="sums")
+    with pytest.raises(ValueError, match="digits=11: expected 1 to 10"):
+        ChainSource(digits=11)
+
+
+def test_lessons_repeat_symbols_and_pairs_of_names_and_symbols():
+    copies = ChainSource(problems=20, lesson="copies")
+    for first, second, end in copies.read(copies.stream()):
+        assert first == second and len(first) == 16 and not end
+    pairs, names = ChainSource(problems=200, lesson="pairs", letters=8), set()
+    for first, *others in pairs.read(pairs.stream()):
+        said, asked, end = first[:8], [first[8:], *others[:-1]], others[-1]
+        values = dict(re.findall("([a-h])([^a-zA-Z])", said))
+        assert len(values) == 4 and "".join(map("".join, values.items())) == said and not end
+        assert asked[1::2] == [values[name] for name in asked[::2]]
+        assert all(sorted(asked[begin : begin + 8 : 2]) == sorted(values) for begin in (0, 8, 16)) and len(asked) == 24
+        names |= {*values}
+    assert names == {*"abcdefgh"}
+
+
+def test_inputs_can_be_of_few_digits():
+    source = ChainSource(problems=100, largest=3, digits=3)
+    found = {digit for prompt, _ in source.read(source.stream()) for digit in read_problem(prompt)[0].values()}
+    assert found == {0, 1, 2}
+
+
+@pytest.mark.parametrize("lesson", ["copies", "pairs"])
+def test_of_a_lesson_every_second_part_is_trained_on_and_its_end_is_not(tmp_path, lesson):
+    source = ChainSource(problems=40, lesson=lesson)
+    copies = ChainSource(problems=4000, lesson="copies")  # of pairs the tokenizer would learn some as one token
+    tokenizer = train_tokenizer(copies.documents(), 641, tmp_path / "tokenizer")
+    packed = build_packed(source, tokenizer, 33, tmp_path / "cache", document_starts=True, whole_documents=True)
+    for item, parts in zip((packed[index] for index in range(40)), source.read(source.stream()), strict=True):
+        assert tokenizer.decode(item["input_ids"]) == "".join(parts) + tokenizer.eos_token
+        expected = [place % 2 == 1 for place, part in enumerate(parts) for _ in part]
+        assert item["loss_mask"].tolist() == [*expected, False] and any(expected)

@@ -47,19 +47,16 @@ class WritingEngine(Engine):
 
 
 def right_answer(prompt):
-    """Find the answer without a search: by the sums of all paths."""
-    target = int(re.search(r"\?(?:\w=)?(\d\d)", prompt)[1])
-    edges = {child: (parent, int(weight)) for parent, child, weight in re.findall(r"([a-zA-Z])([a-zA-Z])(\d)", prompt)}
-
-    def total(node):
-        return edges[node][1] + total(edges[node][0]) if node in edges else 0
-
-    (answer,) = [node for node in edges if total(node) == target]
-    return answer
+    """Run the program by Python."""
+    given, run = prompt.split("|")
+    values = {name: int(digit) for name, digit in re.findall(r"([a-zA-Z])(\d)", given)}
+    for name, expression in re.findall(r"([a-zA-Z])[=:<]([a-zA-Z]\+[a-zA-Z])", run):
+        values[name] = eval(f"({expression}) % 10", {}, dict(values))
+    return str(values[name])
 
 
 def wrong_answer(prompt):
-    return next(letter for letter in "abcdefgh" if letter != right_answer(prompt))
+    return next(digit for digit in "01" if digit != right_answer(prompt))
 
 
 def evaluate(task, engine, tokenizer, together=4):
@@ -68,21 +65,21 @@ def evaluate(task, engine, tokenizer, together=4):
     return row, stats, samples
 
 
-OPTIONS = {"nodes": (9, 12), "problems": 3, "max_new_tokens": 12}
+OPTIONS = {"lines": (9, 12), "problems": 3, "max_new_tokens": 12}
 
 
 def test_a_writer_of_right_answers_scores_one_and_one_without_an_answer_nothing(tiny_model, tokenizer):
     task = ChainReasoning(**OPTIONS)
     for write, share, answered in (
-        (lambda prompt, _: f"a<.00+b\nb={right_answer(prompt)}", 1, 1),
-        (lambda prompt, _: f"a<.00+b\nb={wrong_answer(prompt)}", 0, 1),
-        (lambda prompt, _: f"a<.00+b\nb<a02\nb={right_answer(prompt)}", 0, 0),  # too long
+        (lambda prompt, _: f"e=a+c:a\n?e{right_answer(prompt)}", 1, 1),
+        (lambda prompt, _: f"e=a+c:a\n?e{wrong_answer(prompt)}", 0, 1),
+        (lambda prompt, _: f"e=a+c:a0+c3\n?e{right_answer(prompt)}", 0, 0),  # too long
     ):
         row, stats, samples = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
         assert row["metrics"]["exact_match"] == row["metrics"]["single_chain"] == share
         assert row["metrics"]["answered"] == answered
         assert row["metrics"]["chain_tokens"] == 12  # with the end of the text, of an answer in time
-        assert row["by_nodes"]["nodes"] == [9, 12] and row["by_nodes"]["exact_match"] == [share, share]
+        assert row["by_lines"]["lines"] == [9, 12] and row["by_lines"]["exact_match"] == [share, share]
         assert len(stats) == len(samples) == 6
     prompts = {tuple(sample.prompt) for sample in samples}
     assert len(prompts) == 6 and {tuple(sample.after) for sample in samples} == {(tokenizer("\n")["input_ids"][0],)}
@@ -96,7 +93,7 @@ def test_chains_vote(tiny_model, tokenizer, vote, share):
 
         def write(prompt, number, kinds=kinds):
             answer = {"r": right_answer(prompt), "w": wrong_answer(prompt), "-": "\n"}[kinds[number]]
-            return "a" * (number + 1) + f"={answer}"
+            return "a" * (number + 1) + f"?e{answer}"
 
         task = ChainReasoning(chains=3, vote=vote, **OPTIONS)
         row, stats, _ = evaluate(task, WritingEngine(tiny_model, tokenizer, write), tokenizer)
@@ -104,7 +101,7 @@ def test_chains_vote(tiny_model, tokenizer, vote, share):
         assert row["metrics"]["single_chain"] == pytest.approx(kinds.count("r") / 3)
         assert row["metrics"]["any_chain"] == ("r" in kinds)
         assert row["metrics"]["answered"] == pytest.approx(1 - kinds.count("-") / 3)
-        assert row["metrics"]["chain_tokens"] == 2 + 2 + 1
+        assert row["metrics"]["chain_tokens"] == 2 + 3 + 1
         assert len(stats) == 6 * 3
 
 
@@ -125,7 +122,7 @@ def test_bytes_are_those_of_all_chains_of_a_problem_and_of_all_their_steps(tiny_
     engine = Engine(tiny_model, tokenizer)
     cache, prompt, new = engine.cache, list(range(40)), 30
     params = SamplingParams(max_new_tokens=new, ignore_eos=True, n=chains, seed=1)
-    found = write_chains(engine, prompt, [7], params)
+    [found] = write_chains(engine, [prompt], [[7]], [params])
     layout = cache.layout
 
     def pages(tokens):
@@ -141,10 +138,25 @@ def test_bytes_are_those_of_all_chains_of_a_problem_and_of_all_their_steps(tiny_
     assert len(steps) == new and engine.blocks_in_use == 0
 
 
+def test_problems_that_run_together_cost_what_each_costs_alone(tiny_model, tokenizer):
+    lengths, chains = (100, 33, 80, 7, 51), 3  # the longest first: tables are as wide for all
+    prompts, after = [[*range(length)] for length in lengths], [[7]] * 5
+    params = [SamplingParams(max_new_tokens=20 + length, n=chains, seed=length << 16) for length in lengths]
+    together, engine = (
+        write_chains(Engine(tiny_model, tokenizer, max_batch_size=7), prompts, after, params),
+        Engine(tiny_model, tokenizer),
+    )
+    for found, *asked in zip(together, prompts, after, params, strict=True):
+        [alone] = write_chains(engine, *([one] for one in asked))
+        assert (found.peak_bytes, found.bytes_read) == (alone.peak_bytes, pytest.approx(alone.bytes_read))
+        for one, other in zip(found.generations, alone.generations, strict=True):
+            assert one.token_ids == other.token_ids
+
+
 def test_a_policy_holds_less_and_a_reading_policy_reads_less(tiny_model, tokenizer):
     prompt, params = list(range(100)), SamplingParams(max_new_tokens=20, ignore_eos=True, n=2, seed=1)
     full, evicting, reading = (
-        write_chains(Engine(tiny_model, tokenizer, policy=policy), prompt, [7], params)
+        write_chains(Engine(tiny_model, tokenizer, policy=policy), [prompt], [[7]], [params])[0]
         for policy in (None, TOVA(budget=Budget(ratio=4)), Quest(budget=Budget(ratio=4)))
     )
     assert evicting.peak_bytes < 0.5 * full.peak_bytes and evicting.bytes_read < 0.5 * full.bytes_read
@@ -152,14 +164,14 @@ def test_a_policy_holds_less_and_a_reading_policy_reads_less(tiny_model, tokeniz
 
 
 def test_samples_of_a_problem_differ_between_chains_and_not_between_starts(tiny_model, tokenizer):
-    task = ChainReasoning(chains=3, nodes=(9,), problems=2, max_new_tokens=16)
+    task = ChainReasoning(chains=3, lines=(9,), problems=2, max_new_tokens=16)
     samples = task.samples(tokenizer, 257)
     written = []
     for _ in range(2):
         torch.manual_seed(len(written))
         engine = Engine(tiny_model, tokenizer)
         params = [task._params(sample) for sample in samples]
-        chains = [write_chains(engine, sample.prompt, sample.after, one) for sample, one in zip(samples, params)]
+        chains = write_chains(engine, *zip(*((sample.prompt, sample.after) for sample in samples), strict=True), params)
         written.append([[generation.token_ids for generation in found.generations] for found in chains])
     assert written[0] == written[1]
     assert all(first != second for first, second in itertools.combinations(written[0][0] + written[0][1], 2))
@@ -168,5 +180,5 @@ def test_samples_of_a_problem_differ_between_chains_and_not_between_starts(tiny_
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="chains=8, temperature=0: greedy chains are the same"):
         ChainReasoning(chains=8, temperature=0.0)
-    with pytest.raises(ValueError, match="expected numbers from 2 to 52"):
-        ChainReasoning(nodes=(53,))
+    with pytest.raises(ValueError, match="expected numbers from 1 to 48"):
+        ChainReasoning(lines=(49,))

@@ -12,7 +12,7 @@ from pydantic import Field, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.data import Problem, answer_of, draw_problem
-from dmc.data.chains import NAMES, Forms
+from dmc.data.chains import MOST_LINES, Forms
 from dmc.data.code import Split
 from dmc.results.tasks.base import Breakdown, Counts, Sample, SampleResult
 from dmc.results.tasks.prompts import Encoder
@@ -32,7 +32,7 @@ class ChainReasoning(VotingOptions):
     """Asks for solutions of the problems of `dmc.data.chains`, several to a problem, and votes.
 
     The problem is compressed without its last token, so that no token of a solution is predicted by the prompt's own
-    pass. Numbers of nodes and forms are such as no training shows. A row has the grid `by_nodes`.
+    pass. Forms are such as no training shows. A row has the grid `by_lines`.
 
     Metrics: `exact_match`, the vote is right; `single_chain`, the share of right chains; `any_chain`, one of them is
     right; `answered`, the share of chains that come to an answer in time; `chain_tokens`, their mean length;
@@ -46,54 +46,45 @@ class ChainReasoning(VotingOptions):
     main_metric = "exact_match"
     higher_is_better = True
 
-    nodes: Counts = (44,)
-    """Numbers of nodes of the trees; more give longer solutions."""
+    lines: Counts = (28,)
+    """Numbers of lines of the programs; a line has 15 tokens of the solution."""
     problems: Count = 64
     """Number of problems of each size."""
     forms: Forms = "unseen"
     """Whether problems are written in forms that occur in training."""
     split: Split = "test"
     """Split of the problems; choices are made on `validation`."""
-    max_new_tokens: Count = 256
+    max_new_tokens: Count = 600
     """Tokens of a chain at the most: one that has not come to an answer by then has none."""
-    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.0
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.2
     """Of the sampling; 0 is greedy, for one chain."""
     seed: StrictInt = 0
 
     def __post_init__(self) -> None:
         self.check_temperature(self.temperature)
-        for size in self.nodes:
-            if not 2 <= size <= len(NAMES):
-                raise ValueError(f"nodes={list(self.nodes)}: expected numbers from 2 to {len(NAMES)}")
+        for size in self.lines:
+            if not 1 <= size <= MOST_LINES:
+                raise ValueError(f"lines={list(self.lines)}: expected numbers from 1 to {MOST_LINES}")
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         encoder = Encoder(tokenizer)
         samples: list[Sample] = []
-        for size in self.nodes:
+        for size in self.lines:
             for number in range(self.problems):
                 draw = np.random.default_rng([self.seed, size, number])
                 problem = draw_problem(size, draw, self.split, self.forms)
                 tokens = [*encoder.begin, *encoder.encode(problem.prompt)]
-                answer = encoder.encode(problem.names[problem.goal])
-                place = {"nodes": float(size)}
+                answer = encoder.encode(problem.answer)
+                place = {"lines": float(size)}
                 samples.append(ProblemSample(tokens[:-1], answer, place, tokens[-1:], len(samples), problem=problem))
         return samples
 
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """See `Task.evaluate`; several chains of a problem run together, and then nothing else."""
+        """See `Task.evaluate`."""
         params = [self._params(sample) for sample in samples]
-        if self.chains > 1:
-            chains = [
-                write_chains(engine, sample.prompt, sample.after, settings)
-                for sample, settings in zip(samples, params, strict=True)
-            ]
-        else:
-            prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
-            chains = [
-                Chains([generation], generation.stats.peak_bytes_allocated, bytes_read(engine, generation))
-                for generation in engine.generate(prompts, params, progress=False, after=after)
-            ]
+        prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
+        chains = write_chains(engine, prompts, after, params)
         return [self._result(sample, found) for sample, found in zip(samples, chains, strict=True)]
 
     def _params(self, sample: Sample) -> SamplingParams:
@@ -110,8 +101,8 @@ class ChainReasoning(VotingOptions):
         chosen = voted(answers, self.vote, lengths)
         metrics = vote_metrics(
             answers,
-            [sample.problem.is_right(answer) for answer in answers],
-            sample.problem.is_right(chosen),
+            [answer == sample.problem.answer for answer in answers],
+            chosen == sample.problem.answer,
         )
         memory = {"peak_bytes": float(chains.peak_bytes), "bytes_read": chains.bytes_read}
         metrics |= {"chain_tokens": fmean(lengths), **memory}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from tqdm import tqdm
+
 from dmc.config.settings import Count, checked_dataclass
 from dmc.policies.reading import ReadingPolicy
 from dmc.runtime import Engine, Generation, SamplingParams
@@ -42,28 +44,49 @@ class Chains:
     """Bytes that all of them read, over all steps that predict a token."""
 
 
-def write_chains(engine: Engine, prompt: list[int], after: list[int], params: SamplingParams) -> Chains:
-    """Continue one prompt `params.n` times; nothing else may run on the engine.
+def write_chains(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    after: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    progress: bool | None = False,
+) -> list[Chains]:
+    """Continue each prompt `n` times, as many prompts together as all chains find place; nothing else may run.
 
     Args:
-        engine: an engine; of more chains than `max_batch_size` some wait for others.
-        prompt: tokens that the cache compresses.
-        after: tokens fed after that, not empty.
-        params: sampling parameters of all chains.
+        engine: an engine; of more chains of a prompt than `max_batch_size` some wait for others.
+        prompts: tokens that the cache compresses.
+        after: tokens fed after each, not empty.
+        params: sampling parameters of all chains of a prompt, with one `n` for all prompts.
+        progress: whether to show it; None: on a terminal.
     """
-    request = engine.submit(prompt, params, after=after)
-    cache, most = engine.cache, 0
-    while request.generation is None:
+    found: list[Chains] = []
+    together = max(1, engine.cache.num_free_rows // max((settings.n for settings in params), default=1))
+    with tqdm(total=len(prompts), desc="prompts", disable=None if progress is None else not progress) as bar:
+        for begin in range(0, len(prompts), together):
+            wave = slice(begin, begin + together)
+            found += _write_wave(engine, list(zip(prompts[wave], after[wave], params[wave], strict=True)))
+            bar.update(len(found) - begin)
+    return found
+
+
+def _write_wave(engine: Engine, asked: list[tuple[list[int], list[int], SamplingParams]]) -> list[Chains]:
+    requests = [engine.submit(prompt, params, after=after) for prompt, after, params in asked]
+    most = [0] * len(requests)
+    while any(request.generation is None for request in requests):
         engine.step()
-        running = engine.num_running
-        most = max(
-            most, cache.layout.ranks.all_reduce(engine.blocks_in_use * cache.block_bytes + running * cache.state_bytes)
-        )
-    engine.run([request])  # it has ended: raises the error, if there was one
-    generations = [request.generation, *request.generation.alternatives]
-    # of one that ends, the last step is not seen above
-    most = max(most, *(generation.stats.peak_bytes_allocated for generation in generations))
-    return Chains(generations, most, sum(bytes_read(engine, generation) for generation in generations))
+        for number, request in enumerate(requests):
+            rows = [chain.sequence.row for chain in request.branches]
+            most[number] = max(most[number], engine.cache.bytes_allocated(*(row for row in rows if row is not None)))
+    engine.run(requests)  # they have ended: raises the error, if there was one
+    chains = []
+    for request, seen in zip(requests, most, strict=True):
+        assert request.generation is not None
+        generations = [request.generation, *request.generation.alternatives]
+        # of one that ends, the last step is not seen above
+        peak = max(seen, *(generation.stats.peak_bytes_allocated for generation in generations))
+        chains.append(Chains(generations, peak, sum(bytes_read(engine, generation) for generation in generations)))
+    return chains
 
 
 def bytes_read(engine: Engine, generation: Generation) -> float:

@@ -25,7 +25,7 @@ def shipped(name):
         return config
     if name.startswith("reasoning/"):
         return dataclasses.replace(
-            config, base=BaseConfig(config.model, composed("experiment=reasoning/base_small").base.shape)
+            config, base=BaseConfig(config.model, composed("experiment=reasoning/base_lesson").base.shape)
         )
     tiny = {"study": "tiny_llama_32_heads", "hybrid": "tiny_gpt_oss"}.get(name.split("/")[0], "tiny_llama")
     shape = {**composed(f"base={tiny}").base.shape, "vocab_size": config.data.tokenizer.train_vocab_size}
