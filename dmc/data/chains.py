@@ -254,5 +254,7 @@ def _drawn(source: ChainSource, numbers: range) -> Iterator[tuple[str, ...]]:
         elif source.lesson == "pairs":
             yield draw_pairs(source.letters, draw)
         else:
-            problem = draw_problem(int(draw.integers(source.smallest, source.largest + 1)), draw, source.split, digits=source.digits)
+            problem = draw_problem(
+                int(draw.integers(source.smallest, source.largest + 1)), draw, source.split, digits=source.digits
+            )
             yield problem.prompt, problem.solution

@@ -16,7 +16,7 @@ from dmc.data.chains import MOST_LINES, Forms
 from dmc.data.code import Split
 from dmc.results.tasks.base import Breakdown, Counts, Sample, SampleResult
 from dmc.results.tasks.prompts import Encoder
-from dmc.results.tasks.voting import Chains, VotingOptions, bytes_read, vote_metrics, voted, write_chains
+from dmc.results.tasks.voting import Chains, VotingOptions, vote_metrics, voted, write_chains
 from dmc.runtime import Engine, SamplingParams
 
 
