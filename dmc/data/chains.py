@@ -49,7 +49,7 @@ _PER_SHARD = 256  # problems that are drawn from one seed
 RARE = "".join(map(chr, range(0x100, 0x280)))
 """Letters that lessons alone have; the tokenizer learns a token for each."""
 SYMBOLS = string.digits + string.punctuation + RARE
-"""Values in lessons: so many that a guess is worth nothing, and only looking one up helps; of 10 digits it is not so."""
+"""Values in lessons: so many that a guess is worth nothing and only looking one up helps, unlike with 10 digits."""
 
 Forms = Literal["seen", "unseen"]
 Lesson = Literal["copies", "pairs"]

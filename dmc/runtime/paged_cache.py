@@ -384,7 +384,7 @@ class PagedCache:
         return self.fields.row_bytes
 
     def bytes_allocated(self, *rows: int) -> int:
-        """Bytes on all ranks of whole pages, those that rows share counted once, tables and state, also in slow memory."""
+        """Bytes on all ranks: whole pages, those that rows share once, tables and state, in fast memory and slow."""
         slow = 0 if self.slow is None else sum(map(self.slow.bytes_allocated, rows))
         return self.bytes_fast(*rows) + self.layout.ranks.all_reduce(slow)
 
