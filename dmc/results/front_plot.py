@@ -5,29 +5,32 @@ from __future__ import annotations
 from dmc.results.drawing import DIM, FRONT, FULL, GATES, Plot, log_axis, new_plot
 from dmc.results.fronts import COSTS, FAMILIES, Front
 
+MEGABYTE = 1e6
 COLORS = dict(zip(FAMILIES, (FULL, GATES, FRONT), strict=True))
 
 
 def draw_front(front: Front) -> Plot:
     """Draw the accuracy of each family over the budgets of a whole problem."""
-    cost = COSTS[front.cost]
+    cost, budgets = COSTS[front.cost], front.budgets / MEGABYTE
     caption = (
         "Lines: the most accurate setting of a family that costs no more, chosen on the other half of the problems."
     )
     with new_plot(f"{front.task}: right answers over {cost}", f"{caption} Points: all settings.") as plot:
         for family in front.families:
             values = front.right(family).mean((1, 2))
-            plot.axes.step(front.budgets, values, where="post", color=COLORS[family], linewidth=1.6)
-            plot.cover([*zip(front.budgets.tolist(), values.tolist(), strict=True)])
-            plot.labels.append((float(front.budgets[-1]), float(values[-1]), family, COLORS[family]))
+            plot.axes.step(budgets, values, where="post", color=COLORS[family], linewidth=1.6)
+            plot.cover([*zip(budgets.tolist(), values.tolist(), strict=True)])
+            place = len(budgets) // 4
+            plot.labels.append((float(budgets[place]), float(values[place]), family, COLORS[family]))
         for setting in front.settings:
             value = float(setting.right.mean())
             color = COLORS[setting.family]
             marker = {FULL: "s", GATES: "D"}.get(color, "o")
-            (mark,) = plot.axes.plot(setting.cost, value, marker, color=color, markersize=4.5, markeredgewidth=0)
+            (mark,) = plot.axes.plot(setting.cost / MEGABYTE, value, marker, color=color, markersize=4.5, markeredgewidth=0)
             plot.tip(mark, setting.title, f"{setting.title}: {value:.1%}, {setting.cost:,.0f} bytes")
             if setting.family == FAMILIES[-1]:
                 mark.set_color(DIM)
-        plot.axes.set(xlabel=cost, ylabel="right answers", ylim=(0, 1))
-        log_axis(plot.axes, [setting.cost for setting in front.settings])
+            plot.cover([(setting.cost / MEGABYTE, value)])
+        plot.axes.set(xlabel=f"{cost}, in millions", ylabel="right answers", ylim=(0, 1.04))
+        log_axis(plot.axes, [setting.cost / MEGABYTE for setting in front.settings])
     return plot
