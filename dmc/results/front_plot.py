@@ -26,11 +26,12 @@ def draw_front(front: Front) -> Plot:
             value = float(setting.right.mean())
             color = COLORS[setting.family]
             marker = {FULL: "s", GATES: "D"}.get(color, "o")
-            (mark,) = plot.axes.plot(setting.cost / MEGABYTE, value, marker, color=color, markersize=4.5, markeredgewidth=0)
+            spot = setting.cost / MEGABYTE, value
+            (mark,) = plot.axes.plot(*spot, marker, color=color, markersize=4.5, markeredgewidth=0)
             plot.tip(mark, setting.title, f"{setting.title}: {value:.1%}, {setting.cost:,.0f} bytes")
             if setting.family == FAMILIES[-1]:
                 mark.set_color(DIM)
-            plot.cover([(setting.cost / MEGABYTE, value)])
+            plot.cover([spot])
         plot.axes.set(xlabel=f"{cost}, in millions", ylabel="right answers", ylim=(0, 1.04))
         log_axis(plot.axes, [setting.cost / MEGABYTE for setting in front.settings])
     return plot

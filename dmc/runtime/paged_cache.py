@@ -26,9 +26,8 @@ FIRST_POOL_BLOCKS = 256
 class PagedCache:
     """Pages shared by all layers, heads and sequences; one block table per (layer, sequence, KV head).
 
-    Rows are sequences. The pool grows on demand when `num_blocks` is None, else it is fixed. All tensors of a row are
-    allocated whether it is used or not. Where steps are recorded, of sequences of up to `recorded_length`, what fills a
-    batch up writes into a scratch row, whose heads share one block behind the pool; fixed pools' tables need not move.
+    Rows are sequences. The pool grows on demand when `num_blocks` is None. All tensors of a row are allocated, used or
+    not. Where steps are recorded, what fills a batch up writes into a scratch row, whose heads share one more block.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class PagedCache:
             self._widen_tables(tables.shape[-1])
             states = states if moves else {**states, "block_tables": self._share(tables.clone(), states["lengths"])}
             full, rings = states["block_tables"].split([self.layout.num_layers, len(self.layout.rings)])
-            rings = rings[..., : self.layout.ring_blocks(self.block_size)]
-            states = {**states, "block_tables": full, "ring_tables": rings}
+            width = self.layout.ring_blocks(self.block_size)
+            states = {**states, "block_tables": full, "ring_tables": rings[..., :width]}
         row = self._free_rows.pop()
         self.tokens_seen[row] = 0 if snapshot is None else snapshot.tokens_seen
         self.fields.open_row(row, states)
@@ -350,8 +349,9 @@ class PagedCache:
         if wanted > self._room:
             self._room = self.allocator.num_free
             if wanted > self._room:
+                before = self.allocator.num_blocks
                 self._grow_pool(wanted - self._room)
-                self._room = self.allocator.num_free
+                self._room += self.allocator.num_blocks - before
         self._room -= wanted
 
     def _grow_pool(self, missing: int) -> None:
