@@ -90,10 +90,9 @@ class DocumentEncoder:
             if token_ids:
                 encoded[number] = self._framed(token_ids)
         for number, parts in enumerate(documents):
-            if isinstance(parts, tuple) and all(
-                map(_is_text, parts[: len(parts) // 2 * 2])
-            ):  # a last prompt may be empty
-                encoded[number] = self._in_turn(parts)
+            if isinstance(parts, tuple):
+                answered = parts[: len(parts) // 2 * 2]  # without a last prompt, which may be empty
+                encoded[number] = self._in_turn(parts) if all(map(_is_text, answered)) else EMPTY
         return encoded
 
     def _framed(self, token_ids: Sequence[int]) -> Encoded:

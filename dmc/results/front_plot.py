@@ -5,13 +5,13 @@ from __future__ import annotations
 from dmc.results.drawing import DIM, FRONT, FULL, GATES, Plot, log_axis, new_plot
 from dmc.results.fronts import COSTS, FAMILIES, Front
 
-MEGABYTE = 1e6
+MILLION = 1e6
 COLORS = dict(zip(FAMILIES, (FULL, GATES, FRONT), strict=True))
 
 
 def draw_front(front: Front) -> Plot:
     """Draw the accuracy of each family over the budgets of a whole problem."""
-    cost, budgets = COSTS[front.cost], front.budgets / MEGABYTE
+    cost, budgets = COSTS[front.cost], front.budgets / MILLION
     caption = (
         "Lines: the most accurate setting of a family that costs no more, chosen on the other half of the problems."
     )
@@ -26,12 +26,12 @@ def draw_front(front: Front) -> Plot:
             value = float(setting.right.mean())
             color = COLORS[setting.family]
             marker = {FULL: "s", GATES: "D"}.get(color, "o")
-            spot = setting.cost / MEGABYTE, value
+            spot = setting.cost / MILLION, value
             (mark,) = plot.axes.plot(*spot, marker, color=color, markersize=4.5, markeredgewidth=0)
             plot.tip(mark, setting.title, f"{setting.title}: {value:.1%}, {setting.cost:,.0f} bytes")
             if setting.family == FAMILIES[-1]:
                 mark.set_color(DIM)
             plot.cover([spot])
         plot.axes.set(xlabel=f"{cost}, in millions", ylabel="right answers", ylim=(0, 1.04))
-        log_axis(plot.axes, [setting.cost / MEGABYTE for setting in front.settings])
+        log_axis(plot.axes, [setting.cost / MILLION for setting in front.settings])
     return plot
