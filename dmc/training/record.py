@@ -28,15 +28,14 @@ SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""
 MUTABLE_ON_RESUME = (
     "output_dir", "use_previous_checkpoint", "logger", "callbacks", "data.cache_folder", "data.num_workers",
-    "data.tokenize_num_proc", "data.tokenizer.folder",
-    "training.activation_checkpointing", "training.checkpoint_every_steps", "training.log_every_steps",
+    "data.tokenize_num_proc", "training.activation_checkpointing", "training.checkpoint_every_steps",
+    "training.log_every_steps",
     "training.max_nonfinite_steps", "training.micro_batch_size", "training.milestones", "training.push_to_hub",
     "trainer.accelerator", "trainer.compile", "trainer.devices", "trainer.num_nodes",
     "trainer.accumulate_locally", "trainer.lightning", "trainer.offload", "trainer.peak_teraflops",
     "trainer.shard_size", "trainer.strategy", "trainer.tensor_parallel_size", "trainer.context_parallel_size",
 )  # fmt: skip
-"""Settings that may change between the starts of a run, because they do not change the results. A tokenizer that is
-trained again, in another folder, is the same: its text is."""
+"""Settings that may change between the starts of a run, because they do not change the results."""
 MEASURED = (
     "data.calibration", "data.test", "training.calibrate", "training.calibration_sequences",
     "training.export_dtype", "training.validate_every_steps", "training.validation_sequences",
@@ -124,7 +123,7 @@ def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[st
 
 
 def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = None) -> None:
-    """Record configuration and text of a new run; for a resumed one, update the settings that may change."""
+    """Record configuration and text of a new run; for a resumed one, update those of measurement."""
     folder.mkdir(parents=True, exist_ok=True)
     record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
     content = {"config": values, **provenance()}

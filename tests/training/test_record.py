@@ -101,7 +101,7 @@ def test_a_run_goes_on_where_memory_and_time_limits_are_others(run_values, tmp_p
     record_run(tmp_path, build_config(RunConfig, run_values))
     (tmp_path / "checkpoints" / "step_0000002").mkdir(parents=True)
     run_values["training"] |= {"activation_checkpointing": True, "checkpoint_every_steps": 7}
-    run_values["data"] |= {"cache_folder": "there", "tokenizer": {"train_vocab_size": 300, "folder": "there/tokenizer"}}
+    run_values["data"] |= {"cache_folder": "there"}
     check_same_run(tmp_path, build_config(RunConfig, run_values))
     run_values["model"] = "elsewhere"
     with pytest.raises(ValueError, match=r"model: None then, 'elsewhere' now\): give what it began with, or choose"):
