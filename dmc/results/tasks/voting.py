@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,6 +15,8 @@ from dmc.policies.reading import ReadingPolicy
 from dmc.runtime import Engine, Generation, SamplingParams
 
 Vote = Literal["majority", "first"]
+Asked = tuple[list[int], list[int], SamplingParams]
+"""A prompt, tokens fed after it, and parameters of its chains."""
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -51,31 +53,46 @@ def write_chains(
     params: Sequence[SamplingParams],
     progress: bool | None = False,
 ) -> list[Chains]:
-    """Continue each prompt `n` times, as many prompts together as all chains find place; nothing else may run.
+    """Continue each prompt `n` times; nothing else may run.
+
+    Prompts run together if all of their chains find place, whatever they keep: each costs what it costs alone.
 
     Args:
         engine: an engine; of more chains of a prompt than `max_batch_size` some wait for others.
         prompts: tokens that the cache compresses.
         after: tokens fed after each, not empty.
-        params: sampling parameters of all chains of a prompt, with one `n` for all prompts.
+        params: sampling parameters of all chains of a prompt.
         progress: whether to show it; None: on a terminal.
     """
-    found: list[Chains] = []
-    together = max(1, engine.cache.num_free_rows // max((settings.n for settings in params), default=1))
-    with tqdm(total=len(prompts), desc="prompts", disable=None if progress is None else not progress) as bar:
-        for begin in range(0, len(prompts), together):
-            wave = slice(begin, begin + together)
-            found += _write_wave(engine, list(zip(prompts[wave], after[wave], params[wave], strict=True)))
-            bar.update(len(found) - begin)
+    waiting, found = deque(zip(prompts, after, params, strict=True)), list[Chains]()
+    with tqdm(total=len(waiting), desc="prompts", disable=None if progress is None else not progress) as bar:
+        while waiting:
+            wave = [waiting.popleft()]
+            while waiting and _find_place(engine, [*wave, waiting[0]]):
+                wave.append(waiting.popleft())
+            found += _write_wave(engine, wave)
+            bar.update(len(wave))
     return found
 
 
-def _write_wave(engine: Engine, asked: list[tuple[list[int], list[int], SamplingParams]]) -> list[Chains]:
+def _find_place(engine: Engine, asked: list[Asked]) -> bool:
+    """Return whether all chains do, if nothing is compressed: none waits, is preempted, or is computed again."""
+    cache = engine.cache
+    most = [
+        params.n * cache.layout.most_blocks(len(prompt) + len(after) + params.max_new_tokens, cache.block_size)
+        for prompt, after, params in asked
+    ]
+    return sum(params.n for *_, params in asked) <= cache.num_free_rows and cache.has_free(sum(most))
+
+
+def _write_wave(engine: Engine, asked: list[Asked]) -> list[Chains]:
     requests = [engine.submit(prompt, params, after=after) for prompt, after, params in asked]
     most = [0] * len(requests)
     while any(request.generation is None for request in requests):
         engine.step()
         for number, request in enumerate(requests):
+            if request.generation is not None or not request.alternatives:
+                continue
             rows = [chain.sequence.row for chain in request.branches]
             most[number] = max(most[number], engine.cache.bytes_allocated(*(row for row in rows if row is not None)))
     engine.run(requests)  # they have ended: raises the error, if there was one
@@ -83,7 +100,7 @@ def _write_wave(engine: Engine, asked: list[tuple[list[int], list[int], Sampling
     for request, seen in zip(requests, most, strict=True):
         assert request.generation is not None
         generations = [request.generation, *request.generation.alternatives]
-        # of one that ends, the last step is not seen above
+        # what one chain alone holds, and what it holds in its last step, is not seen above
         peak = max(seen, *(generation.stats.peak_bytes_allocated for generation in generations))
         chains.append(Chains(generations, peak, sum(bytes_read(engine, generation) for generation in generations)))
     return chains
