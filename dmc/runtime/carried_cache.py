@@ -73,6 +73,7 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
     (save_id, *_) = ranks.all_gather_object(uuid.uuid4().hex)
 
     def write() -> None:
+        _check_around(folder, ranks)
         with replacement(_place(folder, ranks), overwrite, marker=DESCRIPTION_NAME) as partial:
             save_file(_tensors_of(sequence) | _tensors_in(cache, sequence), partial / TENSORS_NAME)
             description = Description(
@@ -91,11 +92,12 @@ def check_can_save(folder: Path, overwrite: bool, ranks: Ranks, policy: CachePol
     """Check, before a model is loaded and a long text is read, that this rank may save its cache in a folder.
 
     Raises:
-        FileExistsError: see `refuse_occupied`.
+        FileExistsError: see `refuse_occupied`; or the folder of several ranks holds something else.
         ValueError: the policy keeps something outside the pages.
     """
     if policy is not None and policy.why_not_copied is not None:
         raise ValueError(policy.why_not_copied)
+    _check_around(folder, ranks)
     refuse_occupied(_place(folder, ranks), overwrite, marker=DESCRIPTION_NAME)
 
 
@@ -254,6 +256,13 @@ def file_hash(path: Path) -> str:
 def _place(folder: Path, ranks: Ranks) -> Path:
     """Return where a rank's files are."""
     return folder if ranks.size == 1 else folder / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def _check_around(folder: Path, ranks: Ranks) -> None:
+    """Check that what holds the folders of several ranks holds nothing else, such as a model."""
+    there = sorted(path.name for path in folder.iterdir()) if ranks.size > 1 and folder.is_dir() else []
+    if others := [name for name in there if not name.lstrip(".").startswith("rank-")]:
+        raise FileExistsError(f"{folder} holds {others[0]}, which is no rank's cache: give another folder")
 
 
 def _on_all_ranks(act: Callable[[], Result], ranks: Ranks) -> Result:

@@ -202,6 +202,14 @@ def test_no_model_is_replaced_by_a_cache_and_no_cache_by_a_model(make_stock, mak
     Engine(model).load(folder)
 
 
+def test_ranks_do_not_write_into_what_is_something_else(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=r"model holds config\.json, which is no rank's cache"):
+            carried_cache.check_can_save(tmp_path / "model", overwrite, Ranks(1, 2), None)
+
+
 def test_each_rank_looks_at_its_own_folder(make_stock, make_prompts, tmp_path):
     engine, (context,) = Engine(make_stock()), make_prompts(40)
     for rank in range(2):
