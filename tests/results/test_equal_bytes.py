@@ -1,10 +1,10 @@
 """Methods in as many bytes as a learned model: measured there, never between two budgets."""
 
 import math
-import threading
 from pathlib import Path
 
 import pytest
+from launching import CONTEXT
 from report_rows import CONFIGS, run_grid
 
 from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
@@ -132,11 +132,11 @@ def test_bytes_of_nothing_are_told_before_anything_runs(changes, message, make_t
 
 def test_processes_wait_for_the_bytes_that_another_one_measures(make_text_grid):
     config = make_text_grid(budgets=["bytes:small"], policies=["full", "tova"])
-    threads = [threading.Thread(target=run_grid, args=(config,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    processes = [CONTEXT.Process(target=run_grid, args=(config,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     rows = [line for line in (Path(config.output) / "cells.jsonl").read_text().splitlines() if line]
     assert len(rows) == len(plan_grid(config, CONFIGS)) == 3
     assert '"status": "failed"' not in "".join(rows)
