@@ -123,7 +123,8 @@ class PackedTokens(Dataset[dict[str, Any]]):
 
     An item is `{"input_ids": int64 [sequence_length], "index": int}`; on request with "loss_mask", whether each token
     is trained on, and "document_starts", whether each is the first of a document or of the sequence, bool
-    [sequence_length]; what a sequence is filled up with is a document too.
+    [sequence_length]; what a sequence is filled up with is a document too. With `whole_documents` its "token_mask" is
+    False there: no cache will hold these tokens, and no ratio counts them.
 
     Raises:
         ValueError: `tokens` is shorter than one sequence, or `sequence_length` is below 1.
@@ -159,8 +160,11 @@ class PackedTokens(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is outside the {len(self)} sequences.")
-        window = self.tokens.window(*self._span(index)).filled_up(self.sequence_length)
+        begin, end = self._span(index)
+        window = self.tokens.window(begin, end).filled_up(self.sequence_length)
         item = {"input_ids": torch.from_numpy(window.token_ids), "index": int(index)}
+        if self._spans is not None:
+            item["token_mask"] = torch.arange(self.sequence_length) < end - begin
         if self.loss_mask:
             item["loss_mask"] = torch.from_numpy(window.scored)
         if self.document_starts:

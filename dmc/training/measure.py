@@ -76,8 +76,8 @@ def score_text(
 
     Args:
         model: stock or compressed causal LM.
-        batches: of `input_ids` [B, T], and where given `loss_mask` [B, T], True at tokens that are scored, and
-            `documents` at which attention and gates restart.
+        batches: of `input_ids` [B, T], and where given `loss_mask` [B, T], True at tokens that are scored,
+            `token_mask` [B, T], True at those that ratios count, and `documents` at which attention and gates restart.
         title: title of a progress bar; None: no bar.
         sharing: ranks that divide the batches; all of them call this, and get the score of all batches.
         gate_mode: how the gates decide; None: as in inference.
@@ -106,7 +106,12 @@ def score_text(
             found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:
                 alpha = trace.stacked_alpha()
-                shares = torch.stack([held_fraction(alpha, delay=delay) for delay in (compression.delay, 0)])
+                shares = torch.stack(
+                    [
+                        held_fraction(alpha, delay=delay, token_mask=batch.get("token_mask"))
+                        for delay in (compression.delay, 0)
+                    ]
+                )
                 found = torch.cat([found, shares.movedim(2, 0).flatten(1).double()], dim=1)
             if scores is None:
                 scores = torch.zeros(sum(sizes), found.shape[1], dtype=torch.float64)

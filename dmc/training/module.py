@@ -159,7 +159,7 @@ class RetrofitModule(LightningModule):
         Args:
             step: number of optimizer steps before it.
             batch: result of `host_batch`: input_ids [B, T], global positions as B numbers, documents, and, if given,
-                loss_mask [B, T] and num_predicted, see `token_mean`.
+                loss_mask [B, T] and num_predicted, see `token_mean`, and token_mask [B, T], True at what ratios count.
         """
         state = self.plan.at(step)
         input_ids = batch["input_ids"]
@@ -194,7 +194,7 @@ class RetrofitModule(LightningModule):
             metrics["train/router_loss"] = losses.aux_loss.detach()
             loss = loss + losses.aux_loss
         if state.neuron_multiplier is None:
-            ratio_loss, held = self._ratio_loss(trace, state)
+            ratio_loss, held = self._ratio_loss(trace, state, batch.get("token_mask"))
             metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
             loss = loss + torch.as_tensor(self.optimization.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
@@ -255,8 +255,10 @@ class RetrofitModule(LightningModule):
         # A sample's noise follows its place in the global order of draws, whatever the batch.
         return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
 
-    def _ratio_loss(self, trace: GateTrace, state: StepState) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the ratio loss and shares of the tokens.
+    def _ratio_loss(
+        self, trace: GateTrace, state: StepState, token_mask: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the ratio loss and shares of the tokens, of those of a mask.
 
         Those are what the target counts under the noisy decisions, and, under thresholded ones, what is held at the end
         and what is decided to be.
@@ -268,14 +270,19 @@ class RetrofitModule(LightningModule):
             state.target_ratio,
             soft=training.soft_ratio_loss,
             delay=compression.counted_delay,
+            token_mask=token_mask,
             prior=training.ratio_prior,
         )
         with torch.no_grad():
-            hard = hard_decisions(trace.stacked_logits()).float()
+            hard, noisy = hard_decisions(trace.stacked_logits()).float(), (alpha > 0.5).float()
+            counted = {
+                "relaxed_cache_fraction": (noisy, compression.counted_delay),
+                "hard_cache_fraction": (hard, compression.delay),
+                "decided_fraction": (hard, 0),
+            }
             shares = {
-                "relaxed_cache_fraction": held_fraction((alpha > 0.5).float(), delay=compression.counted_delay).mean(),
-                "hard_cache_fraction": held_fraction(hard, delay=compression.delay).mean(),
-                "decided_fraction": held_fraction(hard).mean(),
+                name: held_fraction(decisions, delay=delay, token_mask=token_mask).mean()
+                for name, (decisions, delay) in counted.items()
             }
         return loss, shares
 

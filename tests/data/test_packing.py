@@ -87,4 +87,5 @@ def test_sequences_of_whole_documents_are_filled_up(lengths):
         assert item["loss_mask"].tolist() == [token % 3 > 0 for token in tokens] + [False] * added
         starts = [token in begins for token in tokens] + [place == 0 for place in range(added)]
         assert item["document_starts"].tolist() == starts
+        assert item["token_mask"].tolist() == [True] * len(tokens) + [False] * added
         assert packed.document_of(item["index"], 0) == table.document_at(tokens[0])

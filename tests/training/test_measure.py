@@ -58,6 +58,17 @@ def test_achieved_ratio_is_what_the_engine_holds(make_compressed, batches, gates
     assert score.decided_ratio == pytest.approx(len(prompts) * 40 * slots[0].numel() / float(without_delay.sum()))
 
 
+@pytest.mark.parametrize("gates", [{}, {"action": "drop", "delay": 4}])
+def test_what_a_sequence_is_filled_up_with_is_in_no_ratio(make_compressed, batches, gates):
+    model, real = make_compressed(gates=gates), torch.arange(40) < 24
+    filled = [batch | {"token_mask": real.expand(2, -1), "loss_mask": real.expand(2, -1)} for batch in batches]
+    alone = [{"input_ids": batch["input_ids"][:, :24]} for batch in batches]
+    scores = [score_text(model, given) for given in (filled, alone)]
+    for name in ("held", "decided"):
+        torch.testing.assert_close(*(getattr(score, name) for score in scores), atol=1e-6, rtol=0)
+    assert scores[0].loss == pytest.approx(scores[1].loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("gates", "target"),
     [

@@ -201,19 +201,22 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
     torch.testing.assert_close(module(0, batch), split, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("length", [32, 20])  # of 32: behind the last document a sequence is filled up
 @pytest.mark.parametrize("counts", ["held", "decided"])
-def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts):
+def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts, length):
     run_values["compression"] |= {"delay": 5, "target_counts": counts, "decision_offset": 0.0}
     run_values["training"] |= {"soft_ratio_loss": True}
     module, (batch, *_) = make_module(run_values)
+    if length < 32:
+        batch["token_mask"] = torch.arange(32).expand(2, -1) < length
     module.loss_at(7, batch)
     metrics, trace = module.micro_batch_metrics[-1], GateTrace()
     mode = GateMode(noise_seeds=noise_seeds(0, batch["position"]), fixed_ratio=4.0)
     module.model(batch["input_ids"], use_cache=False, gate_mode=mode, gate_trace=trace)
     alpha, hard = trace.stacked_alpha().detach(), (trace.stacked_logits() > 0).float()
 
-    def share(decisions, delay):  # [L, B, H, T] of 32 tokens
-        return 1 - decisions[..., 1 : 32 - delay].sum(-1) / 32
+    def share(decisions, delay):  # [L, B, H, T]
+        return 1 - decisions[..., 1 : length - delay].sum(-1) / length
 
     delay = 5 if counts == "held" else 0
     loss = sum(max(0.0, float(share(alpha, delay)[:, row].mean()) - 1 / 4) for row in range(2)) / 2
