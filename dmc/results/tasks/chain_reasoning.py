@@ -56,7 +56,7 @@ class ChainReasoning(VotingOptions):
     """Split of the problems; choices are made on `validation`."""
     max_new_tokens: Count = 600
     """Tokens of a chain at the most: one that has not come to an answer by then has none."""
-    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.2
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] = 1.0
     """Of the sampling; 0 is greedy, for one chain."""
     seed: StrictInt = 0
 
