@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,15 +81,15 @@ class Claim:
         number = None if margin is None else float(margin) / (100 if unit == "point" else 1)
         return cls(found.string, subject, other, task, metric, number, unit)
 
-    def check(self, methods: Iterable[Method], tasks: Collection[str], reference: str | None) -> None:
-        """Check before anything is measured that its names are those of a comparison.
+    def check(self, methods: Iterable[Method], tasks: Mapping[str, str | None], reference: str | None) -> None:
+        """Check before anything is measured that its names are those of a comparison, and its unit the metric's.
 
         Args:
             methods: those of the comparison.
-            tasks: their names.
+            tasks: the main metric of each task, by its name; None: it is known when it is measured.
             reference: variant or model whose full cache `full` is.
         Raises:
-            ValueError: a name is unknown, or stands for several methods.
+            ValueError: a name is unknown, or stands for several methods; the metric is not in the claim's unit.
         """
         if self.task not in tasks:
             raise ValueError(
@@ -98,6 +98,9 @@ class Claim:
         known = [*dict.fromkeys(methods)]
         if self._find(self.subject, known, reference) == self._find(self.other, known, reference):
             raise ValueError(f"claim={self.text!r}: it compares {self.subject} with itself")
+        metric = self.metric or tasks[self.task]
+        if self.unit is not None and metric is not None and (self.unit == "nat") != metric.endswith("loss"):
+            raise ValueError(f"claim={self.text!r}: {metric} is not measured in {self.unit}s")
 
     def judge(self, frame: pandas.DataFrame, reference: str | None) -> Judgement:
         """Return whether measurements show it.

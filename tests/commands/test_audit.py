@@ -99,6 +99,7 @@ def test_every_reason_to_fail_is_said(audit, folders, tmp_path, capsys):
         ("h2o is fine", "expected 'METHOD within NUMBER points of METHOD at TASK'"),
         ("tova within 3 nats of full at loss", "'tova' is no method of this audit"),
         ("h2o within 3 nats of full at needle", "'needle' is no task of this audit"),
+        ("h2o within 3 points of full at loss", "loss is not measured in points"),
     ],
 )
 def test_a_claim_that_names_nothing_ends_it_in_one_line(audit, tmp_path, claim, error):

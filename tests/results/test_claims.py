@@ -220,11 +220,11 @@ def test_what_is_no_claim_gets_the_grammar(text):
 )
 def test_names_are_checked_before_anything_is_measured(text, error):
     with pytest.raises(ValueError, match=error):
-        Claim.parse(text).check(METHODS, {"recall"}, "base")
+        Claim.parse(text).check(METHODS, {"recall": "exact_match"}, "base")
 
 
 def test_full_is_the_full_cache_of_the_reference():
     several = [*METHODS, Method("control", "full", None, True)]
-    Claim.parse(WITHIN).check(several, {"recall"}, "control")
+    Claim.parse(WITHIN).check(several, {"recall": None}, "control")
     with pytest.raises(ValueError, match="'full' is not one method"):
-        Claim.parse(WITHIN).check(several, {"recall"}, None)
+        Claim.parse(WITHIN).check(several, {"recall": None}, None)
