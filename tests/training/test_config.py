@@ -121,6 +121,8 @@ def test_a_window_beyond_the_ratio_is_refused_unless_decisions_alone_count():
             {**VALID["data"], "streaming": True},
             "whole_documents with data.streaming: whole documents are packed",
         ),
+        ("training.head_agreement_weight", 0.1, "whole_documents with training.head_agreement_weight, which"),
+        ("training.regression_init", {}, "whole_documents with training.regression_init, which would count"),
     ],
 )
 def test_bad_settings_give_one_clear_error(path, value, message):

@@ -1,4 +1,5 @@
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,29 @@ def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts, l
     }
     for name, shares in found.items():
         assert float(metrics[name]) == pytest.approx(float(shares.mean()), rel=1e-5), name
+
+
+def test_what_whole_documents_are_filled_up_with_comes_marked_to_the_loss(run_values, tmp_path):
+    problems = {"_target_": "dmc.data.ChainSource", "smallest": 1, "largest": 1, "problems": 40}  # of 32 tokens
+    run_values["data"] |= {split: {"chains": problems | {"split": split}} for split in ("train", "validation")}
+    run_values["data"]["tokenizer"] = {"train_vocab_size": 300, "folder": str(tmp_path / "tokenizer")}
+    run_values["training"] |= {"whole_documents": True, "document_masking": True, "sequence_length": 48}
+    run_values["compression"]["decision_offset"] = 0.0
+    module, batches = make_module(run_values)
+    data = TextData(module.config, build_tokenizer(module.config), module.plan.total_steps)
+    data.prepare_data()
+    data.setup("fit")
+    trained = [host_batch(batch) for batch in islice(data.micro_batches(), 2)]
+    for batch in (*batches, *trained):
+        last = batch["token_mask"].sum(-1, keepdim=True) - 1
+        filled = batch["input_ids"].gather(-1, last).expand(-1, 48)
+        assert torch.equal(batch["input_ids"].where(~batch["token_mask"], filled), filled)
+        assert not batch["loss_mask"][~batch["token_mask"]].any()
+        assert not batch["token_mask"].all()
+    module.loss_at(7, batches[0])
+    module.loss_at(7, {name: value for name, value in batches[0].items() if name != "token_mask"})
+    marked, unmarked = (metrics["decided_fraction"] for metrics in module.micro_batch_metrics[-2:])
+    assert marked != unmarked
 
 
 def test_two_gloo_ranks_see_the_whole_batch(run_values, tmp_path):

@@ -82,6 +82,9 @@ class RunConfig:
         if training.whole_documents and (facts is not None or self.data.streaming):
             other = "data.streaming" if facts is None else "data.facts"
             yield f"training.whole_documents with {other}: whole documents are packed from cached text without facts"
+        if training.whole_documents and (training.head_agreement_weight > 0 or training.regression_init is not None):
+            other = "regression_init" if training.head_agreement_weight == 0 else "head_agreement_weight"
+            yield f"training.whole_documents with training.{other}, which would count what sequences are filled up with"
         if training.sequence_length % (shared := self.trainer.devices_per_sequence):
             yield (
                 f"training.sequence_length={training.sequence_length} cannot be divided among the {shared} devices of "
