@@ -58,6 +58,7 @@ def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_
     final = run / "final"
     with replacement(final, overwrite=False) as folder:
         (folder / "weights").write_text("an older model")
+        (folder / "config.json").write_text("{}")
     for name, sabotage, reason in FAULTS:
         log.unlink(missing_ok=True)
         with Ranks(sharded, 2, log, sabotage) as ranks:
