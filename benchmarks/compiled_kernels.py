@@ -211,7 +211,8 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))
-        stack.enter_context(patch.object(prefill, "major_capability", lambda device: capability // 10))
+        for module in (prefill, fused):
+            stack.enter_context(patch.object(module, "major_capability", lambda device: capability // 10))
         launch_all(dtype, head_dim)
         launch_training(dtype, head_dim)
     table = pandas.DataFrame(rows).drop_duplicates()

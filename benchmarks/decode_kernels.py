@@ -60,20 +60,20 @@ def decode_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[st
 
 def empty_layer(config: CompressionConfig | None, heads: tuple[int, int], length: int, like: Tensor) -> LayerCache:
     """Make an empty layer for `heads` (batch, KV heads) of up to `length` tokens; `like` has the shape of a page."""
-    block, dim = like.shape
+    (block, dim), device = like.shape, like.device
     capacity, size = -(-length // block), history_size(config)
     num_blocks = heads[0] * heads[1] * capacity
     return LayerCache(
         key_pages=like.new_zeros(num_blocks, block, dim),
         value_pages=like.new_zeros(num_blocks, block, dim),
-        free_blocks=torch.randperm(num_blocks).int(),
-        num_free=torch.tensor([num_blocks], dtype=torch.int32),
-        block_tables=torch.zeros(*heads, capacity, dtype=torch.int32),
-        lengths=torch.zeros(heads, dtype=torch.int32),
+        free_blocks=torch.randperm(num_blocks, device=device).int(),
+        num_free=torch.tensor([num_blocks], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(*heads, capacity, dtype=torch.int32, device=device),
+        lengths=torch.zeros(heads, dtype=torch.int32, device=device),
         history_key=like.new_zeros(*heads, size, dim),
         history_value=like.new_zeros(*heads, size, dim),
-        history_decisions=torch.zeros(*heads, size, dtype=torch.bool),
-        history_omega=torch.zeros(*heads, size),
+        history_decisions=torch.zeros(*heads, size, dtype=torch.bool, device=device),
+        history_omega=torch.zeros(*heads, size, device=device),
     )
 
 
@@ -90,9 +90,9 @@ def prefill_cases(shape: tuple[int, ...], options: argparse.Namespace) -> dict[s
     def append(config: CompressionConfig | None) -> tuple[LayerCache, ForwardBatch, VisibleKeys]:
         new, tokens = dataclasses.replace(prompts), NewTokens(key, value)
         if config is not None:
-            tables = torch.ones(batch * (length + config.delay), dim)
+            tables = key.new_ones(batch * (length + config.delay), dim)
             new.rotary, tokens = (tables, tables), NewTokens(key, value, decisions, omega)
-        layer = empty_layer(config, (batch, heads), length, torch.empty(options.block_size, dim, dtype=dtype))
+        layer = empty_layer(config, (batch, heads), length, key.new_empty(options.block_size, dim))
         return layer, new, backend.append_or_merge(layer, new, tokens, config)
 
     def attend(config: CompressionConfig | None) -> Case:

@@ -94,17 +94,22 @@ class Place:
             **{name: pair[self.is_tiny] for name, pair in (sizes | heads).items()},
         }  # fmt: skip
 
-    def milliseconds(self, cases: Mapping[str, Case], calls: int = 1) -> dict[str, float]:
-        """Medians of cases that take turns, of a GPU by its own clock over so many calls each."""
+    def milliseconds(self, cases: Mapping[str, Case], calls: int = 1, *, recorded: bool = False) -> dict[str, float]:
+        """Medians of cases that take turns, of a GPU by its own clock over so many calls each.
+
+        `recorded`: the calls are replayed from a CUDA graph, so that a short kernel does not wait for its launches.
+        """
         rounds, warm_up = self.size(9, 1), self.size(2, 0)
         if self.device == "cpu":
             return medians(dict(cases), rounds, warm_up=warm_up)
+        if recorded:
+            cases = {name: record(case, calls) for name, case in cases.items()}
         found: dict[str, list[float]] = {name: [] for name in cases}
         for turn in range(rounds + warm_up):
             for name, case in cases.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
-                for _ in range(calls):
+                for _ in range(1 if recorded else calls):
                     case()
                 end.record()
                 end.synchronize()
@@ -113,16 +118,27 @@ class Place:
         return {name: statistics.median(times) for name, times in found.items()}
 
 
+def record(case: Case, calls: int) -> Case:
+    """Record so many calls of a case in a CUDA graph, whose replay is returned."""
+    case()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            case()
+    return graph.replay
+
+
 def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_tests(place: Place) -> Rows:
     """Tests that need a GPU"""
-    selection = ["tests/kernels/test_triton.py", "tests/kernels", "tests/runtime/test_decode_step.py"]
+    selection = ["tests/kernels/test_triton.py", "tests/kernels", "tests/runtime/test_decode_step.py", "tests/models"]
     selection = ["--collect-only", *selection[:1]] if place.is_tiny else selection[1:]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--tb=short", "--maxfail=10"]
-    command += ["-p", "no:xdist", "-p", "no:cacheprovider", *selection]
+    command += [f"--numprocesses={min(8, os.cpu_count() or 1)}", "-p", "no:cacheprovider", *selection]
     last = "no output"
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
         for line in process.stdout or ():
@@ -203,7 +219,8 @@ def training_step(model: Any, place: Place) -> Case:
 def check_kernels(place: Place) -> Rows:
     """Decode against the bandwidth that a copy reaches, prefill against causal SDPA and the peak."""
     buffer = torch.empty(place.size(2**30, 2**16), dtype=torch.uint8, device=place.device)
-    copied = place.milliseconds({"copy": buffer.clone}, CALLS)["copy"]
+    target = torch.empty_like(buffer)
+    copied = place.milliseconds({"copy": partial(target.copy_, buffer)}, CALLS)["copy"]
     bandwidth = 2 * buffer.numel() / copied / 1e6
     yield row("copy on the device", bandwidth, "GB/s")
     dtype = str(place.dtype).removeprefix("torch.")
@@ -213,7 +230,7 @@ def check_kernels(place: Place) -> Rows:
         cases = decode_kernels.decode_cases((batch, heads, group, length, dim), options)
     all_bytes = 2 * batch * heads * length * dim * place.dtype.itemsize
     shares = {"ragged": 1 / 4, "one long": 1 / 100 + 1 / (batch * heads)}
-    for name, milliseconds in place.milliseconds(cases, CALLS).items():
+    for name, milliseconds in place.milliseconds(cases, CALLS, recorded=True).items():
         reached = all_bytes * shares.get(name.split(", ")[-1], 1) / milliseconds / 1e6
         yield row(f"decode, {name}", milliseconds, "ms", f"{reached:.0f} GB/s, {reached / bandwidth:.0%} of a copy")
     if place.has_triton:
@@ -241,7 +258,7 @@ def sweep(place: Place, case: Case) -> Rows:
     found: dict[str, float] = {}
     for tuning in dict.fromkeys([today, *(decode.Tuning(*numbers) for numbers in others)]):
         with patch.object(decode, "tuning_of", lambda device, tuning=tuning: tuning):
-            found |= place.milliseconds({str(tuning): case}, CALLS)
+            found |= place.milliseconds({str(tuning): case}, CALLS, recorded=True)
     yield from beside_first(found, "sweep")
     fastest = min(found, key=lambda name: found[name])
     capability = torch.cuda.get_device_capability() if place.device == "cuda" else None

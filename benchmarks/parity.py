@@ -26,6 +26,8 @@ GATES: dict[str, dict[str, Any]] = {
 }
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of results that should be equal: log-probabilities, attention, gradients."""
+IN_8_BITS = 1e-2
+"""Where pages have 8 bits: a number between two of them is rounded to either."""
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CUDA graphs": ("merge", {}, {"cuda_graphs": True}),
     "CUDA graphs, compiled": ("merge, delay 16", {}, {"cuda_graphs": True, "compile": True}),
@@ -245,5 +247,5 @@ def _of_dtype(place: Any, dtype: torch.dtype) -> Rows:
             reference = Engine(models[gates], kernels="reference", **{**options, "block_size": 16})
             expected[key] = decoded(reference, prompts, continuations)
         worst = float((decoded(engine, prompts, continuations) - expected[key]).abs().max())
-        holds = worst <= LARGEST_DIFFERENCE[dtype]
+        holds = worst <= max(LARGEST_DIFFERENCE[dtype], IN_8_BITS if "kv_cache_dtype" in both else 0)
         yield row(title, worst, "nats", "of the reference, at most", holds=holds)

@@ -78,7 +78,8 @@ class Ranks:
             timeout: time after which a collective fails; None: torch's, half an hour.
         """
         world = cls.world()
-        if world.size == 1:
+        # torch writes no checkpoint in the background where the only group is NCCL's, be it of one process
+        if world.size == 1 and not (dist.is_initialized() and dist.get_backend() == "nccl"):
             return world
         return cls(world.rank, world.size, dist.new_group(backend="gloo", timeout=timeout))
 

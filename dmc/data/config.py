@@ -58,7 +58,7 @@ class FactsConfig:
     keys: Count = 40
     """Number of keys asked for in a sequence."""
     num_keys: Count = 57
-    """Number of words of keys in all, and of values."""
+    """Number of words of keys in all, and of values; fewer where the tokenizer has fewer."""
     key_words: Annotated[StrictInt, Field(ge=1, le=4)] = 1
     """Number of words of a key."""
     words: Words = "all"

@@ -61,22 +61,28 @@ class FactWriter:
 
     Args:
         tokenizer: a tokenizer with enough words of one token.
-        num_keys: number of words of keys and of values: the first words of the tokenizer, alternately.
+        num_keys: number of words of keys and of values: the first words of the tokenizer, alternately; half of its
+            words where it has fewer, as one trained on another Python's standard library may.
         words: the words to use; a half leaves the others unseen until evaluation.
         key_words: number of words of a key.
+        keys: number of keys that are drawn together.
     Raises:
-        ValueError: there are too few such words.
+        ValueError: the tokenizer has too few such words for so many keys.
     """
 
-    def __init__(self, tokenizer: Any, num_keys: int, words: Words = "all", key_words: int = 1) -> None:
+    def __init__(
+        self, tokenizer: Any, num_keys: int, words: Words = "all", key_words: int = 1, *, keys: int = 1
+    ) -> None:
         pieces = ((token, tokenizer.decode([token])) for token in range(len(tokenizer)))
-        known = [token for token, text in pieces if WORD.fullmatch(text)][: 2 * num_keys]
-        if len(known) < 2 * num_keys:
+        known = [token for token, text in pieces if WORD.fullmatch(text)]
+        count = min(num_keys, len(known) // 2)
+        known = known[: 2 * count]
+        self.keys, self.values = (tokens[half(count, words)] for tokens in (known[0::2], known[1::2]))
+        if keys > (most := len(self.keys) ** key_words):
             raise ValueError(
-                f"num_keys={num_keys}: the tokenizer has {len(known)} words of one token, of 3 letters or more behind "
-                f"a space; {num_keys} keys and values need {2 * num_keys}"
+                f"keys={keys}: expected at most {most}; the tokenizer has {len(known)} words of one token, of 3 "
+                f"letters or more behind a space, for keys and values (words={words}, key_words={key_words})"
             )
-        self.keys, self.values = (tokens[half(num_keys, words)] for tokens in (known[0::2], known[1::2]))
         self.key_words, self._tokenizer = key_words, tokenizer
         self._seen, self._unseen = self._pieces(SEEN_FORMS), self._pieces(UNSEEN_FORMS)
         ((self._asking, _),) = self._pieces([QUESTION])
@@ -162,7 +168,8 @@ class FactSequences(Dataset[dict[str, Any]]):
     ) -> None:
         self.facts, self.sequence_length, self.keys = facts, sequence_length, keys
         self.text = Shuffled(packed, *keys) if isinstance(packed, Sized) else packed
-        self.writer = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words)
+        drawn = [facts.keys, *(lesson.keys for lesson in facts.lessons if has_lessons and lesson.kind != "copies")]
+        self.writer = FactWriter(tokenizer, facts.num_keys, facts.words, facts.key_words, keys=max(drawn))
         self.vocab_size = len(tokenizer)
         self.lessons = list(facts.lessons) if has_lessons else []
         self.has_lessons, self.has_questions = has_lessons, has_questions

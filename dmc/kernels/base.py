@@ -10,8 +10,10 @@ table. Query head h uses KV head h // group.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 BIAS = "bias"
@@ -141,3 +143,13 @@ class VisibleKeys:
     """Whether every token has been appended: a query sees one slot more than the one before it, the last one all."""
     chunk_ends: Tensor | None = None
     """What Triton's append of single tokens tells its decode attention: chunks of the heads up to each, int32 [S H]."""
+
+
+HOPPER = 9
+"""Major compute capability of an H100."""
+
+
+@functools.cache
+def major_capability(device: torch.device) -> int:
+    """Major compute capability of a GPU; 0 of a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

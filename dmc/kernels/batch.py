@@ -28,8 +28,11 @@ GENERATED = Phase(0)
 
 
 def on_device(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Copy numbers of the host to a device; it waits for nothing, as a copy of memory that may move would."""
-    if torch.device(device).type == "cuda":
+    """Copy numbers of the host to a device; it waits for nothing, as a copy of memory that may move would.
+
+    Where a GPU is torch's default device they are there already.
+    """
+    if torch.device(device).type == "cuda" and not numbers.is_cuda:
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 

@@ -69,10 +69,15 @@ class EngineDecoder:
     ) -> None:
         self.name, self.path = named.get("name", f"engine CR {ratio:g}"), named.get("path", config.model)
         self.ratio, self._prompts = ratio, prompts.tolist()
-        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK, policy=policy)
+        as_served = {"compile": "auto", "cuda_graphs": "auto"}
+        self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK, policy=policy, **as_served)
         beside = len(prompts) * -(-config.prompt_length // CHUNK)  # tokens decoded while others are fed
         self._max_new_tokens = 3 + config.new_tokens + beside
         self._requests: list[Any] = []
+
+    def warm_up(self) -> None:
+        """Compile and record what a GPU runs."""
+        self._engine.generate(self._prompts, SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True))
 
     def prefill(self) -> None:
         """Feed the prompts and produce the first token of each."""
@@ -81,8 +86,13 @@ class EngineDecoder:
             self._engine.step()
 
     def decode(self, steps: int) -> list[float]:
-        """Produce more tokens of each sequence; return the seconds of every step."""
-        return [seconds(self._engine.step) for _ in range(steps)]
+        """Produce more tokens of each sequence; return the mean seconds of a step, whose ends nobody waits for."""
+
+        def run() -> None:
+            for _ in range(steps):
+                self._engine.step()
+
+        return [seconds(run) / steps]
 
     def memory(self) -> tuple[int, float]:
         """Return the present bytes of the cache, and its achieved ratio."""
@@ -198,6 +208,9 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
 
 def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> Iterator[Row]:
     """Prefill every decoder, then let them decode in turns; yield a row for each."""
+    for decoder in decoders:
+        if torch.cuda.is_available() and isinstance(decoder, EngineDecoder):
+            decoder.warm_up()
     first = [seconds(decoder.prefill) for decoder in tqdm(decoders, desc=f"prefill, batch {batch_size}")]
     steps: list[list[float]] = [[] for _ in decoders]
     for decoder in decoders:

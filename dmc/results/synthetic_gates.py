@@ -28,7 +28,9 @@ class SyntheticCompressor(Compressor):
     def __init__(self, config: CompressionConfig, head_dim: int, keep: Tensor, seed: int) -> None:
         super().__init__(config, head_dim)
         self.keep = keep
-        self.generator = torch.Generator(keep.device).manual_seed(seed)
+        # CUDA graphs draw anew by torch's own generators alone
+        own = torch.cuda.default_generators[keep.device.index] if keep.is_cuda else torch.Generator()
+        self.generator = own.manual_seed(seed)
 
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
         """See `Compressor.decide`; the decisions are drawn."""

@@ -111,15 +111,14 @@ def compile_layers(view: nn.Module) -> None:
 
 def compiled_for_any_number(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function compiled for one sequence, and for several, when it is first called with so many."""
-    options: dict[str, Any] = {"dynamic": True, "recompile_limit": COMPILED_VARIANTS}
-    return torch.compile(function, **options)
+    return torch.compile(function, dynamic=True)
 
 
 @contextlib.contextmanager
 def general_graphs() -> Iterator[None]:
     """Let graphs hold for any number of sequences, by chance that of the heads or not, and constants be constants."""
     any_size = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with any_size, torch._dynamo.config.patch(specialize_float=True):
+    with any_size, torch._dynamo.config.patch(specialize_float=True, recompile_limit=COMPILED_VARIANTS):
         yield
 
 

@@ -360,6 +360,7 @@ class DecodeLoop:
     def __init__(self, layer: LayerCache, stream: Stream, queries: torch.Tensor) -> None:
         self.layer, self.stream, self.queries = copy_to(layer, "cuda"), stream, queries
         self.batch, self.tokens = (copy_to(item, "cuda") for item in stream.tokens(0, 1))
+        self.batch.row_index, self.batch.positions  # made before a pass, which only reads them
         self.query = queries[0].cuda()
 
     def feed(self, token: int) -> None:
@@ -388,7 +389,6 @@ def test_a_captured_step_replays_as_the_reference_decodes(settings: dict | None,
     stream = Stream(expected, config, rows=[2, 0], time=time)
     queries = torch.randn(time, 2, 8, 128, generator=torch.Generator().manual_seed(3)).to(dtype)
     warm = DecodeLoop(expected, stream, queries)
-    warm.batch.row_index, warm.batch.positions  # made before the pass
     torch.cuda.set_sync_debug_mode("error")
     try:
         warm.step()  # compiles, on a layer of its own

@@ -102,12 +102,12 @@ def compare(tensors, out, expected, *, tolerance=None):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: name + text)
 
 
-def packed(time, *starts):
+def packed(time, *starts, device="cpu"):
     """Return documents of a batch, which start where said."""
     begins = torch.zeros(len(starts), time, dtype=torch.bool)
     for row, places in enumerate(starts):
         begins[row, list(places)] = True
-    return Documents.from_starts(begins)
+    return Documents.from_starts(begins.to(device))
 
 
 @pytest.mark.parametrize(("delay", "keep_top"), FORMS)
@@ -389,6 +389,41 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(fused, "tile", lambda *_: (16, 16, 4, 1))
     with as_on("cuda"):
         yield
+
+
+ON_GPU = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest difference beside the largest number."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ON_GPU, ids=str)
+@pytest.mark.parametrize("channels", [64, 80, 128, 256])
+@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (16, True), (100, True), (16, False)])
+@pytest.mark.parametrize("others", ["", "documents, padding", "documents, padding, sinks"])
+def test_a_gpu_computes_the_definition(dtype, channels, delay, keep_top, others):
+    time, options, precise_options = 150, {}, {}
+    tensors = draw(time, dtype=dtype, channels=channels)
+    placed = [tensor.detach().cuda().requires_grad_() for tensor in tensors]
+    precise = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    leaves, precise_leaves = [*placed], [*precise]
+    if "padding" in others:
+        hidden = torch.zeros(2, time, dtype=torch.bool)
+        hidden[0, 12:17] = hidden[1, :100] = True
+        documents = packed(time, (16, 17, 70, 140), (121,))
+        options = {"hidden": hidden.cuda(), "documents": packed(time, (16, 17, 70, 140), (121,), device="cuda")}
+        precise_options = {"hidden": hidden, "first": documents.first}
+    if "sinks" in others and delay > 0:  # `masked_attention` has none
+        sinks = torch.tensor([1.5, -2.0, 0.0, 0.5])
+        options["sinks"], precise_options["sinks"] = sinks.cuda().requires_grad_(), sinks.double().requires_grad_()
+        leaves.append(options["sinks"])
+        precise_leaves.append(precise_options["sinks"])
+    found, expected = attend(placed, delay, keep_top, **options), naive(precise, delay, keep_top, **precise_options)
+    probe = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    ours = [found, *torch.autograd.grad(found, leaves, probe.cuda(), materialize_grads=True)]
+    wanted = [expected, *torch.autograd.grad(expected, precise_leaves, probe.double(), materialize_grads=True)]
+    for name, got, want in zip(("output", *NAMES), ours, wanted, strict=False):
+        worst = (got.cpu().double() - want).abs().max() / want.abs().max().clamp_min(1e-3)
+        assert worst <= ON_GPU[dtype], (name, worst)
 
 
 CASES = {

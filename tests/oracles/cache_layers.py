@@ -75,6 +75,8 @@ def copy_to(item: Any, device: torch.device | str) -> Any:
         return type(item)(*(copy_to(getattr(item, field.name), device) for field in dataclasses.fields(item)))
     if isinstance(item, dict):
         return {name: copy_to(value, device) for name, value in item.items()}
+    if isinstance(item, tuple):
+        return tuple(copy_to(value, device) for value in item)
     return item.clone().to(device) if isinstance(item, torch.Tensor) else item
 
 

@@ -43,14 +43,17 @@ class Tuning(NamedTuple):
     """Size of a tile's keys."""
 
 
-TUNINGS: dict[tuple[int, int], Tuning] = {}
-"""By compute capability, such as (9, 0), where a sweep has measured a chip. None has been: all take the defaults,
-chosen by the registers and shared memory of compiled kernels (`benchmarks/compiled_kernels.py`)."""
+TUNINGS: dict[tuple[int, int], Tuning] = {(9, 0): Tuning()}
+"""By compute capability, where a sweep has measured a chip: an H100 is within 3 % as fast with 3 programs, and slower with
+all others. The rest take the defaults, chosen by the registers and shared memory of compiled kernels
+(`benchmarks/compiled_kernels.py`)."""
 
 WAYS = 32
 """Parts that a search in the prefix sum divides what is left into: two loads for 1,024 heads."""
 COUNTED_TOGETHER = 256
 """Heads whose chunks are counted at once, where no append has counted them."""
+MERGED_TOGETHER = (16, 128)
+"""Fewest and most parts of a head that are merged at once: about as many as an even head is cut into."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -135,7 +138,9 @@ def paged_attention(
             num_warps=tile_warps(row_bytes),
             **constants,
         )
-        _merge_kernel[(num_programs, group)](partial, partial_lse, cuts, out, lse, PARTS=16, **constants)
+        fewest, most = MERGED_TOGETHER
+        parts = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(num_programs, pairs))))
+        _merge_kernel[(num_programs, group)](partial, partial_lse, cuts, out, lse, PARTS=parts, **constants)
         if scores is None:
             return out
         _normalize_kernel[(batch * query_heads, triton.cdiv(scores.shape[-1], SLOTS_NORMALIZED))](

@@ -6,14 +6,12 @@ that no program is empty however different the sequences' numbers of tokens are.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmc.kernels.base import VisibleKeys
+from dmc.kernels.base import HOPPER, VisibleKeys, major_capability
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton.tile import (
     LOG2_E,
@@ -30,8 +28,6 @@ QUERY_BYTES = 16384
 """Size of a block of query rows, at most 64 of them; in float32 half as much."""
 TILE_BYTES = 8192
 """Size of a tile's keys, at most 32 of them; in float32 half as many."""
-HOPPER = 9
-"""Major compute capability where tiles of 64 keys leave room for two programs on a multiprocessor, without a spill."""
 
 
 def prefill_attention(
@@ -62,6 +58,7 @@ def prefill_attention(
     # products of float32 take their operands, and those of 8 bits in it their copies, from registers
     most = 64 if not is_wide else 32 if scales is None else 16
     rows = max(16, triton.next_power_of_2(group), min(most, QUERY_BYTES // (1 + is_wide) // row_bytes))
+    # there tiles of 64 keys leave room for two programs on a multiprocessor, without a spill
     is_large = not is_wide and scales is None and channels <= 128 and major_capability(query.device) == HOPPER
     tiles = batch.tiles(rows // group)
     with torch.cuda.device_of(query):
@@ -100,12 +97,6 @@ def prefill_attention(
             num_warps=4 if is_large or channels <= 64 else 8,
         )
     return out if lse is None else (out, lse)
-
-
-@functools.cache
-def major_capability(device: torch.device) -> int:
-    """Major compute capability of a GPU; 0 of a CPU."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @triton.jit

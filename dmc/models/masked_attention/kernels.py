@@ -116,11 +116,11 @@ def attend_block(
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
-    of_key, hides = load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS)
-    if of_key is not None:
-        of_key = of_key[None, :]
-    if hides is not None:
-        hides = hides[None, :]
+    of_key, hides = None, None
+    if bias is not None:
+        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[None, :]
+    if hidden is not None:
+        hides = load_hidden(hidden, batch, column, exists, time)[None, :]
     if of_document is not None:
         of_document = of_document[:, None]
     scores = masked(scores, distance, column[None, :], of_document, of_key, hides, lag, window, near, MASKED)
@@ -244,11 +244,11 @@ def query_gradient_of_block(
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
-    of_key, hides = load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS)
-    if of_key is not None:
-        of_key = of_key[None, :]
-    if hides is not None:
-        hides = hides[None, :]
+    of_key, hides = None, None
+    if bias is not None:
+        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[None, :]
+    if hidden is not None:
+        hides = load_hidden(hidden, batch, column, exists, time)[None, :]
     if of_document is not None:
         of_document = of_document[:, None]
     scores = masked(scores, distance, column[None, :], of_document, of_key, hides, lag, window, near, MASKED)
@@ -302,7 +302,11 @@ def key_gradient_kernel(
     exists = column < time
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     values = load_states(value, value_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
-    of_key, hides = load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS)
+    of_key, hides = None, None
+    if bias is not None:
+        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[:, None]
+    if hidden is not None:
+        hides = load_hidden(hidden, batch, column, exists, time)[:, None]
     by_key = tl.zeros((KEYS, CHANNELS), tl.float32)
     by_value = tl.zeros((KEYS, CHANNELS), tl.float32)
     by_bias = tl.zeros((KEYS,), tl.float32)
@@ -348,10 +352,6 @@ def key_gradient_of_block(
     of_document = None
     if MASKED and first is not None:
         of_document = tl.load(first + batch * time + row, mask=exists, other=time)[None, :]
-    if of_key is not None:
-        of_key = of_key[:, None]
-    if hides is not None:
-        hides = hides[:, None]
     scores = masked(scores, distance, column[:, None], of_document, of_key, hides, lag, window, near, MASKED)
     place = (batch * HEADS + head) * time + row
     of_rows = load_numbers(log_sum_exp + place, exists, float("inf"))
@@ -426,14 +426,15 @@ def blocks_of(start, full_start, full_stop, stop, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_keys(bias, hidden, batch, kv_head, column, exists, time, KV_HEADS: tl.constexpr):
-    """Load the keys' biases, in powers of two, and whether they are hidden; None where there are none."""
-    of_key, hides = None, None
-    if bias is not None:
-        of_key = load_numbers(bias + (batch * KV_HEADS + kv_head) * time + column, exists, 0.0) * LOG2_E
-    if hidden is not None:
-        hides = load_numbers(hidden + batch * time + column, exists, 0) != 0
-    return of_key, hides
+def load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS: tl.constexpr):
+    """Load the keys' biases, in powers of two."""
+    return load_numbers(bias + (batch * KV_HEADS + kv_head) * time + column, exists, 0.0) * LOG2_E
+
+
+@triton.jit
+def load_hidden(hidden, batch, column, exists, time):
+    """Load whether keys are hidden."""
+    return load_numbers(hidden + batch * time + column, exists, 0) != 0
 
 
 @triton.jit

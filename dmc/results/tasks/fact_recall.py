@@ -41,7 +41,7 @@ class FactRecall(Asking):
     keys: Count = 40
     """Number of keys with a value in a context."""
     num_keys: Count = 57
-    """Number of words of keys in all, and of values, as the model was trained."""
+    """Number of words of keys in all, and of values, as the model was trained; fewer where the tokenizer has fewer."""
     key_words: Annotated[StrictInt, Field(ge=1, le=4)] = 1
     """Number of words of a key."""
     words: Words = "all"
@@ -75,7 +75,7 @@ class FactRecall(Asking):
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """See `Task.samples`."""
         encoder = Encoder(tokenizer)
-        writer = FactWriter(tokenizer, self.num_keys, self.words, self.key_words)
+        writer = FactWriter(tokenizer, self.num_keys, self.words, self.key_words, keys=self.keys)
         texts = encoder.filler(self.haystack, max(self.lengths), self.contexts, self.cache_folder)
         return [
             sample

@@ -154,7 +154,7 @@ class Instructions(Obeying):
     """Rules of an instruction; in words at most one for each name."""
     contexts: Count = 16
     num_keys: Count = 57
-    """Facts: number of words of keys, and of values, as the model was trained."""
+    """Facts: number of words of keys, and of values, as the model was trained; fewer where the tokenizer has fewer."""
     max_new_tokens: Count = 16
     seed: StrictInt = 0
     cache_folder: str = "outputs/cache"
@@ -196,7 +196,7 @@ class Instructions(Obeying):
     def _facts(self, encoder: Encoder, number: int) -> tuple[list[list[int]], list[list[Order]], list[int]]:
         """Write instructions as facts in the forms of training: tokens, what tests them, and the prompt's begin."""
         draw, tokenizer = np.random.default_rng([self.seed, number]), encoder.tokenizer
-        writer = FactWriter(tokenizer, self.num_keys)
+        writer = FactWriter(tokenizer, self.num_keys, keys=self.instructions * self.rules)
         keys, blocks, said = (
             writer.draw_keys(self.instructions * self.rules, draw),
             list[list[int]](),
