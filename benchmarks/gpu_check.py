@@ -195,6 +195,37 @@ def check_training(place: Place) -> Rows:
     yield from beside_first(found, f"training step, T {place.size(4096, 32)}")
 
 
+def check_trainers(place: Place) -> Rows:
+    """A short retrofit with each trainer, to its export"""
+    names = ["cpu"] if place.device == "cpu" else ["gpu", "gpu trainer.compile=true", "ddp", "fsdp2"]
+    if place.device == "cuda" and importlib.util.find_spec("deepspeed") is not None:
+        names += [f"deepspeed_zero{stage}" for stage in ("1", "2", "3", "3_offload")]
+    root = Path(__file__).parents[1]
+    with TemporaryDirectory() as folder:
+        settings = [
+            f"model={root}/dmc/demo_models/control", "compression=dmc_hidden", "training=short_measured",
+            "data=text_files", f"data.train.text.name={root}/dmc/kernels/*.py",
+            f"data.validation.text.name={root}/dmc/config/*.py", f"data.cache_folder={folder}/cache",
+            "training.sequence_length=256", "training.batch_size=4", "training.micro_batch_size=2",
+            "training.sensitivity_init.sequences=2", "training.calibration_sequences=2",
+            "training.validation_sequences=4", "training.stages.retrofit.length=3 steps",
+            "training.stages.solidify.length=1 steps",
+        ]  # fmt: skip
+        command = [sys.executable, str(root / "scripts" / "train.py"), *settings]
+        runs = {
+            name: subprocess.Popen(
+                [*command, *f"trainer={name}".split(), f"output_dir={folder}/{index}"],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
+            )
+            for index, name in enumerate(names)
+        }  # fmt: skip
+        for name, run in runs.items():
+            printed = run.communicate()[0]
+            print(printed, flush=True)
+            last = printed.strip().splitlines()[-1] if printed.strip() else "no output"
+            yield row(f"trainer={name}", run.returncode, "exit code", last[-100:], holds=run.returncode == 0)
+
+
 def training_step(model: Any, place: Place) -> Case:
     """A step of one sequence: forward under autocast, backward, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -309,14 +340,15 @@ def beside_first(found: Mapping[str, float], title: str) -> Rows:
 
 
 CHECKS: dict[str, tuple[Callable[[Place], Rows], int]] = {
-    "tests": (check_tests, 150),
-    "parity": (check_parity, 110),
+    "tests": (check_tests, 420),
+    "parity": (check_parity, 480),
+    "trainers": (check_trainers, 180),
     "training": (check_training, 80),
     "kernels": (check_kernels, 75),
     "speed": (check_speed, 120),
     "vllm": (check_vllm, 900),
 }
-"""What measures each part, and after how many seconds it is ended: less than 24 minutes together, 9 without vLLM."""
+"""What measures each part, and after how many seconds it is ended: less than 38 minutes together, 23 without vLLM."""
 
 
 def parts_of(device: str, is_tiny: bool) -> dict[str, Part]:

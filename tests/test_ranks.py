@@ -73,3 +73,12 @@ def test_what_fails_on_the_first_rank_ends_all_with_an_error_of_its_kind(error, 
 def test_a_process_alone_acts():
     with pytest.raises(ZeroDivisionError):
         Ranks.world().run_on_first("export", lambda: print(1 // 0))
+
+
+@pytest.mark.parametrize(("backend", "made"), [("nccl", True), ("gloo", False)])
+def test_a_process_alone_gets_a_cpu_group_where_its_only_one_is_nccls(backend, made, monkeypatch):
+    """torch's checkpoints in the background ask for it: DeepSpeed on one GPU."""
+    for name, found in {"is_initialized": True, "get_rank": 0, "get_world_size": 1, "get_backend": backend}.items():
+        monkeypatch.setattr(dist, name, lambda *_, found=found: found)
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: f"{backend}'s group")
+    assert Ranks.new_gloo_group().group == ("gloo's group" if made else None)

@@ -44,8 +44,8 @@ class Tuning(NamedTuple):
 
 
 TUNINGS: dict[tuple[int, int], Tuning] = {(9, 0): Tuning()}
-"""By compute capability, where a sweep has measured a chip: an H100 is within 3 % as fast with 3 programs, and slower with
-all others. The rest take the defaults, chosen by the registers and shared memory of compiled kernels
+"""By compute capability, where a sweep has measured a chip: an H100 is within 3 % as fast with 3 programs, and slower
+with all others. The rest take the defaults, chosen by the registers and shared memory of compiled kernels
 (`benchmarks/compiled_kernels.py`)."""
 
 WAYS = 32
@@ -53,7 +53,7 @@ WAYS = 32
 COUNTED_TOGETHER = 256
 """Heads whose chunks are counted at once, where no append has counted them."""
 MERGED_TOGETHER = (16, 128)
-"""Fewest and most parts of a head that are merged at once: about as many as an even head is cut into."""
+"""Fewest and most parts of a head that are merged at once: as many as the longest one can have."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -81,9 +81,8 @@ def paged_attention(
     kv_heads, num_blocks = block_tables.shape[1:]
     block_size, pairs, group = key_pages.shape[1], batch * kv_heads, query_heads // kv_heads
     tuning = tuning_of(query.device)
-    num_programs = min(
-        tuning.programs * _multiprocessors(query.device), pairs * triton.cdiv(num_blocks * block_size, CHUNK)
-    )
+    most_chunks = triton.cdiv(num_blocks * block_size, CHUNK)
+    num_programs = min(tuning.programs * _multiprocessors(query.device), pairs * most_chunks)
     lengths = lengths.contiguous()
     query = query if query.stride(-1) == 1 else query.contiguous()
     partial = query.new_empty(num_programs, 2, group, head_dim, dtype=torch.float32)
@@ -139,7 +138,7 @@ def paged_attention(
             **constants,
         )
         fewest, most = MERGED_TOGETHER
-        parts = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(num_programs, pairs))))
+        parts = min(most, max(fewest, triton.next_power_of_2(min(num_programs, most_chunks))))
         _merge_kernel[(num_programs, group)](partial, partial_lse, cuts, out, lse, PARTS=parts, **constants)
         if scores is None:
             return out
