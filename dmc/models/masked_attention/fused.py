@@ -247,7 +247,7 @@ HOPPER_TILES = {
     64: {"forward": (64, 128, 4, 3), "query_gradient": (64, 64, 4, 3), "key_gradient": (64, 64, 4, 3)},
     128: {"forward": (128, 128, 8, 3), "query_gradient": (128, 64, 8, 3), "key_gradient": (64, 128, 8, 3)},
 }
-"""What an H100 is fastest with, of some 25 tiles of each kernel; by channels, with 16-bit states."""
+"""What an H100 is fastest with, of some 25 tiles of each kernel, though some spill: by channels, with 16-bit states."""
 
 
 def tile(kernel: str, channels: int, itemsize: int, major: int) -> tuple[int, int, int, int]:
