@@ -139,13 +139,14 @@ class _ChunkedLosses(torch.autograd.Function):
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
             if theirs is not None:
                 # Running mean of the difference under the part of one distribution that has been seen.
-                softly = logits.div_(temperature)
                 before = softened if is_reverse else teacher
                 teacher = torch.logaddexp(teacher, theirs.logsumexp(1))
-                softened = torch.logaddexp(softened, softly.logsumexp(1))
+                softly = logits if temperature == 1 else logits.div_(temperature)
+                softened = log_sum if temperature == 1 else torch.logaddexp(softened, softly.logsumexp(1))
                 under, seen = (softly, softened) if is_reverse else (theirs, teacher)
                 cross = cross * (before - seen).exp()
-                cross += ((theirs - softly) * (under - seen[:, None]).exp()).sum(1)
+                share = (under - seen[:, None]).exp_()
+                cross += share.mul_(theirs.sub_(softly)).sum(1)
         divergence = None
         if teacher_output is not None:
             divergence = cross - teacher + softened  # the mean of log(teacher / student)
@@ -163,8 +164,11 @@ class _ChunkedLosses(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight) if wants_weight else None
         for words, logits, theirs in _chunks(hidden, weight, teacher_output, ctx.most):
             inside, place = _placed(targets, words)
-            difference = None
-            if theirs is not None and by_divergence is not None:
+            difference, by_logits, is_taught = None, by_entropy, theirs is not None and by_divergence is not None
+            if is_taught and (teacher_output.temperature, teacher_output.direction) == (1, "forward"):
+                by_logits = by_entropy + by_divergence  # p is the entropy's own
+                difference = theirs.sub_(teacher[:, None]).exp_().mul_(-by_divergence[:, None])
+            elif is_taught:
                 difference = (logits / teacher_output.temperature).sub_(softened[:, None])
                 theirs.sub_(teacher[:, None])
                 if teacher_output.direction == "reverse":  # q (log q - log p - KL)
@@ -173,7 +177,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 else:  # q - p
                     difference.exp_().sub_(theirs.exp_())
                 difference *= (teacher_output.temperature * by_divergence)[:, None]
-            gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_entropy[:, None])
+            gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_logits[:, None])
             gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
             if difference is not None:
                 gradient += difference
@@ -196,9 +200,9 @@ def _chunks(
         words = slice(begin, min(begin + size, len(weight)))
         theirs = None
         if teacher_output is not None:
-            theirs = _logits(teacher_output.hidden_states, teacher_output.weight[words]).div_(
-                teacher_output.temperature
-            )
+            theirs = _logits(teacher_output.hidden_states, teacher_output.weight[words])
+            if teacher_output.temperature != 1:
+                theirs.div_(teacher_output.temperature)
         yield words, _logits(hidden, weight[words]), theirs
 
 
