@@ -18,7 +18,7 @@ from dmc.results.store import Store, replace_file
 from dmc.results.tables import write_tables
 from dmc.training.callbacks.validation import RATIOS_NAME, read_ratios
 from dmc.training.model_folder import METRICS_NAME, is_of_last_step
-from dmc.training.record import CONFIG_NAME, read_config
+from dmc.training.record import CONFIG_NAME
 
 CURVES_NAME = "curves.png"
 """Picture of a run's log, in its folder."""
@@ -52,8 +52,9 @@ def collect(folder: Path) -> str:
     rows, unfinished = read_runs(folder)
     for run in _runs_in(folder):
         if len(log := read_log(run)):
-            gates = read_config(run).compression
-            ratio = "decided_ratio" if gates is not None and gates.target_counts == "decided" else "achieved_ratio"
+            recorded = read_mapping(run / CONFIG_NAME)["config"]  # a run of an older version may have other settings
+            counts = (recorded["compression"] or {}).get("target_counts")
+            ratio = "decided_ratio" if counts == "decided" else "achieved_ratio"
             replace_file(run / CURVES_NAME, draw_curves(log, ratio))
     store = Store(folder / "cells.jsonl")
     for row in rows:
