@@ -37,6 +37,13 @@ class ReportConfig:
     """Folder of results in the format of kvpress's leaderboard; None: none are written."""
     output: OutputFolder = "outputs/report"
 
+    def __post_init__(self) -> None:
+        if (Path(self.output) / "cells.jsonl").exists():
+            raise ValueError(
+                f"output={self.output} holds measurements, whose results.csv would be replaced: "
+                f"choose another folder, such as {self.output}/report"
+            )
+
 
 def report(config: ReportConfig) -> Path:
     """Write the page, and the leaderboard's folders if requested, and return the path of the page."""

@@ -109,6 +109,9 @@ def test_the_script_replaces_an_earlier_page_and_nothing_else(tmp_path, monkeypa
         names = {path.name for path in (tmp_path / "page/plots").iterdir()}
         counts.append(len(names - {"mine.png", "2024-holiday.png"}))
     assert {"mine.png", "2024-holiday.png"} < names and counts[1] < counts[0]
+    error = run_script("report.py", f"folders=[{folder}]", f"output={folder}")
+    assert "holds measurements, whose results.csv would be replaced: choose another folder" in error
+    assert not (folder / "report.html").exists()
 
 
 def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):
