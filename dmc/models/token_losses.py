@@ -164,19 +164,20 @@ class _ChunkedLosses(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight) if wants_weight else None
         for words, logits, theirs in _chunks(hidden, weight, teacher_output, ctx.most):
             inside, place = _placed(targets, words)
-            difference, by_logits, is_taught = None, by_entropy, theirs is not None and by_divergence is not None
-            if is_taught and (teacher_output.temperature, teacher_output.direction) == (1, "forward"):
-                by_logits = by_entropy + by_divergence  # p is the entropy's own
-                difference = theirs.sub_(teacher[:, None]).exp_().mul_(-by_divergence[:, None])
-            elif is_taught:
-                difference = (logits / teacher_output.temperature).sub_(softened[:, None])
+            difference, by_logits = None, by_entropy
+            if theirs is not None and by_divergence is not None:
                 theirs.sub_(teacher[:, None])
-                if teacher_output.direction == "reverse":  # q (log q - log p - KL)
-                    theirs = difference - theirs.add_(divergence[:, None])
-                    difference.exp_().mul_(theirs)
-                else:  # q - p
-                    difference.exp_().sub_(theirs.exp_())
-                difference *= (teacher_output.temperature * by_divergence)[:, None]
+                if (teacher_output.temperature, teacher_output.direction) == (1, "forward"):  # p is the entropy's own
+                    by_logits = by_entropy + by_divergence
+                    difference = theirs.exp_().mul_(-by_divergence[:, None])
+                else:
+                    difference = (logits / teacher_output.temperature).sub_(softened[:, None])
+                    if teacher_output.direction == "reverse":  # q (log q - log p - KL)
+                        theirs = difference - theirs.add_(divergence[:, None])
+                        difference.exp_().mul_(theirs)
+                    else:  # q - p
+                        difference.exp_().sub_(theirs.exp_())
+                    difference *= (teacher_output.temperature * by_divergence)[:, None]
             gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_logits[:, None])
             gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
             if difference is not None:
