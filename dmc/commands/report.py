@@ -59,8 +59,8 @@ def collect(folder: Path) -> str:
     rows, unfinished = read_runs(folder)
     for run in _runs_in(folder):
         if len(log := read_log(run)):
-            recorded = read_mapping(run / CONFIG_NAME)["config"]  # a run of an older version may have other settings
-            counts = (recorded["compression"] or {}).get("target_counts")
+            recorded = read_mapping(run / CONFIG_NAME).get("config") or {}  # an older version's has other settings
+            counts = (recorded.get("compression") or {}).get("target_counts")
             ratio = "decided_ratio" if counts == "decided" else "achieved_ratio"
             replace_file(run / CURVES_NAME, draw_curves(log, ratio))
     store = Store(folder / "cells.jsonl")

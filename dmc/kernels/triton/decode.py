@@ -53,7 +53,7 @@ WAYS = 32
 COUNTED_TOGETHER = 256
 """Heads whose chunks are counted at once, where no append has counted them."""
 MERGED_TOGETHER = (16, 128)
-"""Fewest and most parts of a head that are merged at once: as many as the longest one can have."""
+"""Fewest and most parts of a head that are merged at once: as many as the longest one can have, and registers hold."""
 SLOTS_NORMALIZED = 1024
 """Scores that one program turns into probabilities."""
 
@@ -138,6 +138,7 @@ def paged_attention(
             **constants,
         )
         fewest, most = MERGED_TOGETHER
+        most = min(most, most * 128 // channels)
         parts = min(most, max(fewest, triton.next_power_of_2(min(num_programs, most_chunks))))
         _merge_kernel[(num_programs, group)](partial, partial_lse, cuts, out, lse, PARTS=parts, **constants)
         if scores is None:
