@@ -59,9 +59,7 @@ def collect(folder: Path) -> str:
     rows, unfinished = read_runs(folder)
     for run in _runs_in(folder):
         if len(log := read_log(run)):
-            recorded = read_mapping(run / CONFIG_NAME).get("config") or {}  # an older version's has other settings
-            counts = (recorded.get("compression") or {}).get("target_counts")
-            ratio = "decided_ratio" if counts == "decided" else "achieved_ratio"
+            ratio = "decided_ratio" if _counts_decided(run) else "achieved_ratio"
             replace_file(run / CURVES_NAME, draw_curves(log, ratio))
     store = Store(folder / "cells.jsonl")
     for row in rows:
@@ -101,6 +99,16 @@ def _runs_in(folder: Path) -> list[Path]:
     if not runs:
         raise FileNotFoundError(f"{folder} holds no run: folder= is what output_dir= was, of a run or of a sweep")
     return runs
+
+
+def _counts_decided(run: Path) -> bool:
+    """Return whether a run's target counts decisions; False too where its record is damaged or of another version."""
+    try:
+        config = read_mapping(run / CONFIG_NAME).get("config")
+    except ValueError:
+        return False
+    gates = config.get("compression") if isinstance(config, dict) else None
+    return isinstance(gates, dict) and gates.get("target_counts") == "decided"
 
 
 def _is_measured(final: Path) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence, Sized
 from typing import Any, TypeVar, get_args
 
@@ -76,6 +77,8 @@ class FactWriter:
         pieces = ((token, tokenizer.decode([token])) for token in range(len(tokenizer)))
         known = [token for token, text in pieces if WORD.fullmatch(text)]
         count = min(num_keys, len(known) // 2)
+        if count < num_keys:
+            warnings.warn(f"num_keys={num_keys}: the tokenizer has words of one token for {count}", stacklevel=2)
         known = known[: 2 * count]
         self.keys, self.values = (tokens[half(count, words)] for tokens in (known[0::2], known[1::2]))
         if keys > (most := len(self.keys) ** key_words):

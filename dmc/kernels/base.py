@@ -151,5 +151,6 @@ HOPPER = 9
 
 @functools.cache
 def major_capability(device: torch.device) -> int:
-    """Major compute capability of a GPU; 0 of a CPU."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    """Major compute capability of an NVIDIA GPU; 0 of another device."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if is_nvidia else 0

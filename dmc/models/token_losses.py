@@ -267,7 +267,12 @@ class TokenLossMixin:
     each computes its own tokens. Hidden states are those of its own."""
 
     def forward(
-        self, *args: Any, targets: Tensor | None = None, teacher_output: TeacherOutput | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        targets: Tensor | None = None,
+        teacher_output: TeacherOutput | None = None,
+        token_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run the stock forward, or one that makes no logits.
 
@@ -276,6 +281,7 @@ class TokenLossMixin:
             targets: the token that each position predicts, [B, T], see `next_tokens`; `labels` and their loss are the
                 stock model's, logits included.
             teacher_output: a teacher's states for the same tokens.
+            token_mask: which tokens the balance of experts counts, bool [B, T]; None: all.
             kwargs: keywords of the stock forward; `skip_logits=True` without targets returns hidden states alone.
         Returns:
             `TokenLosses`, or the stock forward's output.
@@ -301,17 +307,23 @@ class TokenLossMixin:
             return TokenLosses(last_hidden_state=hidden)
         losses = model.lm_head(hidden, targets, teacher_output)
         entropy, divergence = (None if loss is None else ranks.all_gather(loss, 1) for loss in losses)
-        return TokenLosses(entropy, divergence, hidden, self._balance_loss(output.router_logits) if balances else None)
+        balance = self._balance_loss(output.router_logits, token_mask) if balances else None
+        return TokenLosses(entropy, divergence, hidden, balance)
 
-    def _balance_loss(self, router_logits: tuple[Tensor, ...]) -> Tensor:
+    def _balance_loss(self, router_logits: tuple[Tensor, ...], token_mask: Tensor | None) -> Tensor:
         """Compute the family's own load balancing loss of a pass, see `TokenLosses.aux_loss`.
 
         Args:
             router_logits: of each layer with experts, [B T of this rank, experts].
+            token_mask: which tokens count, [B, T]; None: all.
         """
         model: Any = self
         every = tuple(self.context_ranks.all_gather(logits, 0) for logits in router_logits)
-        loss: Tensor = self._balance(every, every[0].shape[-1], model.config.num_experts_per_tok)
+        if token_mask is not None:  # as logits are gathered: rank by rank, of each all sequences
+            chunks = token_mask.chunk(self.context_ranks.size, 1)
+            token_mask = torch.cat([chunk.flatten() for chunk in chunks])[None]
+        top_k = model.config.num_experts_per_tok
+        loss: Tensor = self._balance(every, every[0].shape[-1], top_k=top_k, attention_mask=token_mask)
         return model.config.router_aux_loss_coef * loss
 
     @property

@@ -22,14 +22,14 @@ class SyntheticCompressor(Compressor):
         config: settings of the gates.
         head_dim: D.
         keep: share of tokens that each KV head appends, [H].
-        seed: seed of the decisions.
+        seed: seed of the decisions; on a GPU that of torch's own generator, from which all layers draw.
     """
 
     def __init__(self, config: CompressionConfig, head_dim: int, keep: Tensor, seed: int) -> None:
         super().__init__(config, head_dim)
         self.keep = keep
         # CUDA graphs draw anew by torch's own generators alone
-        own = torch.cuda.default_generators[keep.device.index] if keep.is_cuda else torch.Generator()
+        own = torch.cuda.default_generators[keep.device.index] if keep.is_cuda else torch.Generator(keep.device)
         self.generator = own.manual_seed(seed)
 
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
@@ -386,12 +386,14 @@ class PagedCache:
     def bytes_allocated(self, *rows: int) -> int:
         """Bytes on all ranks: whole pages, those that rows share once, tables and state, in fast memory and slow."""
         slow = 0 if self.slow is None else sum(map(self.slow.bytes_allocated, rows))
-        return self.bytes_fast(*rows) + self.layout.ranks.all_reduce(slow)
+        return self.layout.ranks.all_reduce(self._bytes_fast(rows) + slow)
 
     def bytes_fast(self, *rows: int) -> int:
         """Of `bytes_allocated`, those on the cache's device."""
-        num_blocks = self._owned_blocks([*rows]).unique().numel()
-        return self.layout.ranks.all_reduce(num_blocks * self.block_bytes + len(rows) * self.state_bytes)
+        return self.layout.ranks.all_reduce(self._bytes_fast(rows))
+
+    def _bytes_fast(self, rows: Sequence[int]) -> int:
+        return self._owned_blocks([*rows]).unique().numel() * self.block_bytes + len(rows) * self.state_bytes
 
     def bytes_used(self, row: int) -> int:
         """Bytes of a sequence's slots and state on all ranks, without the unused rest of its last pages."""

@@ -164,8 +164,9 @@ class RetrofitModule(LightningModule):
         state = self.plan.at(step)
         input_ids = batch["input_ids"]
         targets = next_tokens(input_ids, batch.get("loss_mask"))
+        counted = {"documents": batch["documents"], "token_mask": batch.get("token_mask")}
         if not self.has_gates:
-            losses = self.model(input_ids, use_cache=False, documents=batch["documents"], targets=targets)
+            losses = self.model(input_ids, use_cache=False, targets=targets, **counted)
             loss = self._average(losses.cross_entropy, targets, batch)
             metrics = {"train/loss": loss.detach()}
             if losses.aux_loss is not None:
@@ -179,8 +180,8 @@ class RetrofitModule(LightningModule):
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
-            documents=batch["documents"],
             targets=targets,
+            **counted,
             teacher_output=None if self.teacher is None else self.teacher.read(input_ids, batch["documents"]),
         )
         loss = self._average(losses.cross_entropy, targets, batch)

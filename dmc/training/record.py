@@ -123,13 +123,13 @@ def _changed(known: dict[str, Any], values: dict[str, Any], apart_from: tuple[st
 
 
 def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = None) -> None:
-    """Record configuration and text of a new run; for a resumed one, update those of measurement."""
+    """Record configuration and text of a new run; for a resumed one, update measurement and the place of the text."""
     folder.mkdir(parents=True, exist_ok=True)
     record, values = folder / CONFIG_NAME, dataclasses.asdict(config)
     content = {"config": values, **provenance()}
     if record.is_file() and _has_saved(folder):
         content = _recorded(record)
-        for section, _, name in (key.partition(".") for key in MEASURED):
+        for section, _, name in (key.partition(".") for key in (*MEASURED, "data.cache_folder")):
             content["config"][section][name] = values[section][name]
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(content | ({} if text is None else {"text": text}), indent=2) + "\n")

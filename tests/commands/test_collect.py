@@ -2,16 +2,41 @@
 
 import json
 
+import pytest
+
 from dmc.commands.report import collect
 
 LOG = "step,train/loss,train/target_ratio,train/achieved_ratio\n1,2.0,1.0,1.0\n2,1.9,2.0,1.8\n3,1.8,4.0,3.5\n"
 
 
-def test_a_run_with_settings_of_another_version_does_not_stop_the_others(tmp_path):
-    for name, compression in {"old": {"target_ratio": 4.0, "forgotten": True}, "control": None}.items():
+RECORDS = {
+    "another version's": json.dumps({"config": {"compression": {"target_ratio": 4.0, "forgotten": True}, "gone": 1}}),
+    "a control's": json.dumps({"config": {"compression": None}}),
+    "a name": json.dumps({"config": {"compression": "dmc"}}),
+    "a list": json.dumps({"config": [1]}),
+    "cut": '{"config": {"comp',
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_run_with_another_record_does_not_stop_the_others(record, tmp_path):
+    for name in ("a", "b", "c"):
         log = tmp_path / name / "logs" / "version_0"
         log.mkdir(parents=True)
         (log / "metrics.csv").write_text(LOG)
-        (tmp_path / name / "run.json").write_text(json.dumps({"config": {"compression": compression, "gone": 1}}))
-    assert "not finished: control, old" in collect(tmp_path)
-    assert all((tmp_path / name / "curves.png").stat().st_size > 10_000 for name in ("old", "control"))
+        known = json.dumps({"config": {"compression": {"target_counts": "held"}}})
+        (tmp_path / name / "run.json").write_text(RECORDS[record] if name == "b" else known)
+    assert "not finished: a, b, c" in collect(tmp_path)
+    assert all((tmp_path / name / "curves.png").stat().st_size > 10_000 for name in ("a", "b", "c"))
+
+
+@pytest.mark.parametrize("counts", ["held", "decided"])
+def test_curves_show_the_ratio_that_the_target_counts(counts, tmp_path, monkeypatch):
+    (tmp_path / "logs" / "version_0").mkdir(parents=True)
+    (tmp_path / "logs" / "version_0" / "metrics.csv").write_text(LOG.replace("achieved", "decided"))
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"compression": {"target_counts": counts}}}))
+    drawn = []
+    monkeypatch.setattr("dmc.commands.report.draw_curves", lambda log, ratio: drawn.append(ratio) or b"")
+    collect(tmp_path)
+    assert drawn == [{"held": "achieved_ratio", "decided": "decided_ratio"}[counts]]

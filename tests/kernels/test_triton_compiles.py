@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import compiled_kernels
 from compiled_kernels import SHARED_MEMORY, compile_kernels, main
 
+from dmc.kernels.triton import decode
 from dmc.kernels.triton.decode import Tuning
 
 SPILLED = 8
@@ -43,12 +44,20 @@ def test_kernels_compile_for_a_gpu_spill_nothing_and_fit_its_shared_memory(
     is_guessed = ~table["kernel"].isin(MEASURED.get(capability, ()))
     assert (table["stack"] <= SPILLED)[is_guessed].all(), table
     assert (table["shared"] <= SHARED_MEMORY[capability]).all(), table
-    decode = table[table["kernel"] == "_attend_kernel"]
-    assert (decode["programs"] >= (Tuning().programs if dtype.itemsize * head_dim <= 256 else 1)).all(), decode
+    attend = table[table["kernel"] == "_attend_kernel"]
+    assert (attend["programs"] >= (Tuning().programs if dtype.itemsize * head_dim <= 256 else 1)).all(), attend
     prefill = table[(table["kernel"] == "_prefill_kernel") & ~table["8-bit pages"]]
     assert capability != 90 or (prefill["programs"] >= 2).all(), prefill
     loops = table[table["kernel"].isin(("_attend_kernel", "_prefill_kernel"))]
     assert (loops["in flight"] >= 3).all(), loops  # the next tile: a table's entries, keys and values
+
+
+def test_as_many_parts_as_a_gpu_merges_at_once_spill_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    _, most = decode.MERGED_TOGETHER  # a CPU's few programs leave few parts
+    monkeypatch.setattr(decode, "MERGED_TOGETHER", (most, most))
+    table = compile_kernels(90, torch.bfloat16, 128, "_merge_kernel")
+    assert len(table) and (table["stack"] <= SPILLED).all(), table
 
 
 def test_no_number_of_sequences_compiles_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

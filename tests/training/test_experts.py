@@ -7,6 +7,7 @@ from planned import plan, run
 
 from dmc.config import build_config
 from dmc.models import load_model
+from dmc.models.token_losses import with_token_losses
 from dmc.training.config import RunConfig
 from dmc.training.run import fresh_model, train
 
@@ -22,6 +23,7 @@ def values(run_values, tmp_path):
     run_values["training"] |= {
         "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "3 steps"}},
         "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 4, "checkpoint_every_steps": 4,
+        "document_masking": True, "whole_documents": True,
     }  # fmt: skip
     run_values["compression"] |= {"gate_input": "hidden"}
     base = fresh_model(build_config(RunConfig, run_values), 300, seed=3)
@@ -55,6 +57,22 @@ def test_ranks_learn_what_one_does(values, alone, layout, tmp_path):
     assert model.keys() == same.keys()
     for name, weight in model.items():
         torch.testing.assert_close(same[name], weight, rtol=0, atol=2e-6)
+
+
+def test_what_sequences_are_filled_up_with_does_not_count_for_the_balance_of_experts(values):
+    model = with_token_losses(load_model(values["model"]))
+    input_ids = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([24, 9])
+    token_mask = torch.arange(24) < lengths[:, None]
+    filled = {"input_ids": input_ids.where(token_mask, 7), "targets": input_ids}
+    found = model(**filled, token_mask=token_mask).aux_loss
+    shares = torch.cat([
+        model.model(row[None, :length], output_router_logits=True).router_logits[0].softmax(-1)
+        for row, length in zip(input_ids, lengths, strict=True)
+    ])  # fmt: skip
+    chosen = torch.nn.functional.one_hot(shares.topk(2, -1).indices, 4).float().sum(1)  # [tokens, experts]
+    torch.testing.assert_close(found, 0.5 * 4 * (chosen.mean(0) * shares.mean(0)).sum())
+    assert (found - model(**filled).aux_loss).abs() > 1e-4
 
 
 def test_a_plan_counts_all_experts_as_weights_and_the_chosen_ones_as_operations():

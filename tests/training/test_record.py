@@ -103,6 +103,8 @@ def test_a_run_goes_on_where_memory_and_time_limits_are_others(run_values, tmp_p
     run_values["training"] |= {"activation_checkpointing": True, "checkpoint_every_steps": 7}
     run_values["data"] |= {"cache_folder": "there"}
     check_same_run(tmp_path, build_config(RunConfig, run_values))
+    record_run(tmp_path, build_config(RunConfig, run_values))
+    assert read_config(tmp_path).data.cache_folder == "there"  # an export finds the text where the run last did
     run_values["model"] = "elsewhere"
     with pytest.raises(ValueError, match=r"model: None then, 'elsewhere' now\): give what it began with, or choose"):
         check_same_run(tmp_path, build_config(RunConfig, run_values))

@@ -106,7 +106,10 @@ def lay_out(begin: list[int], blocks: list[list[int]], text: list[int], length: 
     """
     room, gaps = length - len(begin) - sum(map(len, blocks)), len(blocks) - 1
     if room < gaps:
-        raise ValueError(f"length={length}: {len(blocks)} instructions leave {room} tokens to the text between them")
+        raise ValueError(
+            f"length={length}: {len(blocks)} instructions leave {room} tokens to the text between them; give at least "
+            f"{length - room + gaps}"
+        )
     prompt, spans, used = [*begin], list[Span](), 0
     for number, block in enumerate(blocks):
         place = room * number // gaps
