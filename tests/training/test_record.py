@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+import dmc.data
 from dmc.config import build_config
 from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
@@ -55,6 +56,17 @@ def test_code_that_a_run_names_is_run_only_if_it_is_trusted(target, place, run_v
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert not hasattr(sys, "executed")
     assert read_foreign_config(tmp_path / "run", trust_run=True).data == build_config(RunConfig, run_values).data
+
+
+@pytest.mark.parametrize("source", [name for name in dmc.data.__all__ if name.endswith("Source")])
+def test_every_source_of_ours_may_be_named(source, run_values, tmp_path):
+    run_values["data"]["train"] = {"x": {"_target_": f"dmc.data.{source}", "name": "a book"}}
+    record_run(tmp_path, build_config(RunConfig, run_values))
+    if source == "DocumentSource":  # what the others are kinds of
+        with pytest.raises(ValueError, match="trust_run=true"):
+            read_foreign_config(tmp_path)
+    else:
+        assert [*read_foreign_config(tmp_path).data.train] == ["x"]
 
 
 @pytest.mark.parametrize(
