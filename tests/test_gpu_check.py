@@ -73,7 +73,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert all(f"  {name}: " in printed for name in CHECKS) and not (tmp_path / "out").exists()
     minutes = {name: seconds / 60 for name, (_, seconds) in CHECKS.items()}
-    assert sum(minutes.values()) < 38 and sum(minutes.values()) - minutes["vllm"] < 23
+    assert sum(minutes.values()) < 43 and sum(minutes.values()) - minutes["vllm"] < 28
 
 
 def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path, monkeypatch):
