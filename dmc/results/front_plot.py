@@ -32,6 +32,6 @@ def draw_front(front: Front) -> Plot:
             if setting.family == FAMILIES[-1]:
                 mark.set_color(DIM)
             plot.cover([spot])
-        plot.axes.set(xlabel=f"{cost}, in millions", ylabel="right answers", ylim=(0, 1.04))
+        plot.axes.set(xlabel=f"{cost}, in millions", ylabel="right answers", ylim=(0, 1.08))
         log_axis(plot.axes, [setting.cost / MILLION for setting in front.settings])
     return plot
