@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Set up and run every test this machine can run, in TEST_PROCESSES processes; says which are left out and why. The default
-# is 3: two for two cores, and one that waits for Slurm's jobs at first.
-# Arguments go to pytest.
+# Set up and run the tests: the quick tier (12 minutes on 2 cores), with --full all of them (45 minutes). Says at the end
+# what was left out, and why. Further arguments go to pytest; TEST_PROCESSES is the number of processes.
+#   ./scripts/test.sh            before a commit
+#   ./scripts/test.sh --full     before a release
+#   ./scripts/test.sh --rest=0/6 the first sixth of what the quick tier leaves out
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
 setup_environment train,slurm,deepspeed,eval,serve,ray,dev
-setup_vllm
+case ${1-} in
+    --full) shift && setup_vllm ;;
+    --rest=*) setup_vllm ;;
+    *) set -- --quick "$@" ;;
+esac
 exec .venv/bin/python -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=worksteal "$@"

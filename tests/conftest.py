@@ -151,12 +151,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Leave out what this machine cannot run, and say why (`-ra` prints it); begin with what takes long.
-
-    So no process is left with much to do when the others have finished. First of all comes what waits for Slurm: it is
-    one process's share, and the others compute meanwhile.
-    """
-    items.sort(key=lambda item: ("slurm" not in item.keywords, "slow" not in item.keywords))
+    """Leave out what this machine cannot run, and say why (`-ra` prints it)."""
     if CHROMIUM is None:
         for item in items:
             if "browser" in item.keywords:
