@@ -20,7 +20,7 @@ STYLE = ["ruff check .", "ruff format --check .", "mypy", "lint-imports --no-log
 
 @pytest.fixture
 def project(tmp_path):
-    """A project without history, whose tests only record how they were called, and nothing else of the machine's tools."""
+    """A project without history, whose tests only record how they were called, and few of the machine's tools."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / "scripts").mkdir()

@@ -82,3 +82,54 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     built = {path.parent.name for path in tmp_path.rglob("index.html")}
     assert {path.stem for path in PAGES if path.parent == ROOT / "docs"} - {"index"} <= built
+
+
+def test_the_first_screen_of_the_readme_holds_a_figure_a_table_and_both_commands():
+    screen = "\n".join(PAGES[ROOT / "README.md"].splitlines()[:40])
+    assert len(re.findall(r"<img|!\[", screen)) == 1
+    assert "`./scripts/quickstart.sh`" in screen and "`./scripts/test.sh`" in screen and "**Status.**" in screen
+    headline = re.search(r"<!-- headline.*?-->(.*)<!-- end of headline -->", screen, flags=re.S)[1]
+    _, _, *rows = [line for line in headline.splitlines() if line.startswith("|")]
+    assert len(rows) == 4 and "±" not in PAGES[ROOT / "README.md"]
+    results = PAGES[ROOT / "docs/results.md"]
+    for row in rows:
+        numbers = re.findall(r"(?<!\w)\d[\d.,]*", row)
+        assert 1 <= len(numbers) <= 3 and [number for number in numbers if number not in results] == []
+
+
+def sentences(text):
+    """Return the sentences of a page and of its cells, each command and each formula as one word."""
+    text = re.sub(r"```.*?```|<!--.*?-->|<img[^>]*>|^#[^\n]*", "\n\n", text, flags=re.S | re.M)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "command", text))
+    parts = re.split(r"\n\s*\n|\n- |\n(?=\|)|\|", re.sub(r"(\d) ± (\d)", r"\1±\2", text).replace(" %", "%"))
+    return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])\s+", part) if sentence.strip()]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/commands.md"])
+def test_no_sentence_is_longer_than_25_words(name):
+    lengths = {sentence: len(sentence.split()) for sentence in sentences(PAGES[ROOT / name])}
+    assert [sentence for sentence, length in lengths.items() if length > 25] == []
+
+
+def test_results_are_ten_tables_each_with_a_command_and_what_it_says():
+    before, *tables = re.split(r"^Table (?=\d)", PAGES[ROOT / "docs/results.md"], flags=re.M)
+    assert [int(table.split(".")[0]) for table in tables] == [*range(1, 11)] and "\n|" not in before
+    for table in tables:
+        above, rows, below = re.match(r"(.*?)((?:\n\|[^\n]*)+)\n(.*)", table, flags=re.S).groups()
+        assert re.search(r"(python scripts|\./scripts)/", above), above
+        assert below.startswith("\n- ") and "\n|" not in below
+        assert rows.count("\n") > 4
+
+
+def test_the_number_of_training_free_methods_is_the_same_everywhere():
+    other = {"full", "random", "marked", "kvpop"}  # no method, controls, and a learned one
+    names = {path.stem for path in (ROOT / "configs/policy").glob("*.yaml")}
+    assert other < names
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/methods.md", "CHANGELOG.md")}
+    for name, text in pages.items():
+        assert f"{len(names - other)} training-free methods" in text, name
+    for text in [*pages.values(), *PAGES.values()]:
+        counts = re.findall(r"(?i)\b(\d+|seventeen|twenty\S*)\s+(?:training-free\s+)?(?:methods|policies)\b", text)
+        assert {*counts} <= {str(len(names - other))}
+    (sentence,) = re.findall(r"There are \d+ training-free methods:[^.]*\.", pages["docs/methods.md"])
+    assert other <= set(re.findall(r"`(\w+)`", sentence))
