@@ -220,22 +220,20 @@ class Copy:
         """Run the tests of a stage with a fault; return what caught it, if anything, and the seconds of these runs."""
         seconds = 0.0
         while True:
-            started = time.monotonic()
+            started, left_out = time.monotonic(), [*self.broken]
             with self.planted(fault):
                 patience = self.patience * (PATIENCE_OF_FULL if stage == "full" else 1)
-                caught_by = self.run_pytest([*self._tests(fault, stage), *self._left_out()], fault, patience)
+                arguments = [*self._tests(fault, stage), *_left_out(left_out)]
+                caught_by = self.run_pytest(arguments, fault, patience)
             seconds += time.monotonic() - started
             nodeid = caught_by.removeprefix("crash ").removeprefix("timeout ")
             if not caught_by or self.passes_without(nodeid):
                 return caught_by, seconds
-            if nodeid in self.broken:
+            if nodeid in left_out:
                 raise RuntimeError(f"{nodeid} fails without a fault, and could not be left out")
-            self.broken.append(nodeid)
-            print(f"{nodeid} fails without a fault: it is left out", flush=True)
-
-    def _left_out(self) -> list[str]:
-        ids = ["--ignore=tests/test_planted_faults.py"]
-        return ids + [f"--deselect={nodeid}" if "::" in nodeid else f"--ignore={nodeid}" for nodeid in self.broken]
+            if nodeid not in self.broken:  # by another thread
+                self.broken.append(nodeid)
+                print(f"{nodeid} fails without a fault: it is left out\n", end="", flush=True)
 
     def _tests(self, fault: Fault, stage: str) -> list[str]:
         """Return the arguments of pytest for a stage."""
@@ -247,6 +245,12 @@ class Copy:
         if stage == "full":
             return ["--rest=0/1", *every]
         return ["--quick", *(name for name in every if (name in own) == (stage == "quick folder"))]
+
+
+def _left_out(broken: Sequence[str]) -> list[str]:
+    """Return the options of pytest that leave out tests, and the one that every fault fails."""
+    ids = ["--ignore=tests/test_planted_faults.py"]
+    return ids + [f"--deselect={nodeid}" if "::" in nodeid else f"--ignore={nodeid}" for nodeid in broken]
 
 
 def examine(copy: Copy, fault: Fault, stages: Sequence[str]) -> Row:
@@ -299,10 +303,10 @@ def table(rows: Sequence[Row]) -> str:
     text = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
     quick = sum(row.tier in STAGES[:2] for row in rows)
     every = sum(row.tier in STAGES for row in rows)
-    asked = sum(row.tier in STAGES or row.ran == STAGES[-1] for row in rows)
-    return (
-        f"{text}\n\nquick tier: {quick} of {len(rows)}; both tiers: {every}, of the {asked} that both were asked about"
-    )
+    text += f"\n\nThe quick tier catches {quick} of {len(rows)}"
+    if all(row.tier in STAGES or row.ran == STAGES[-1] for row in rows):
+        text += f", the full one {every}"
+    return f"{text}."
 
 
 def plant(faults: Sequence[Fault], known: dict[str, Row], num_stages: int, options: argparse.Namespace) -> list[str]:
@@ -382,7 +386,10 @@ def main() -> None:
         for fault in asked
         if options.only or not (row := known.get(fault.name)) or not row.covers(fault, num_stages)
     ]
-    problems = plant(left, known, num_stages, options) if left else []
+    try:
+        problems = plant(left, known, num_stages, options) if left else []
+    except KeyboardInterrupt:
+        sys.exit(f"stopped: the same command goes on from what {options.out} holds")
     print(table([known[fault.name] for fault in asked if fault.name in known]))
     if problems:
         sys.exit("error: " + "; ".join(problems))

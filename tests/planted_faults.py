@@ -155,10 +155,10 @@ FAULTS = (
         "Where a prompt's last chunk is short, fewer queries than window= decide what stays.",
     ),
     Fault(
-        "policies", "stale_bound", "dmc/policies/quest.py",
-        "missing = (slot >= end[..., None])",
-        "missing = (slot > end[..., None])",
-        "Quest bounds the newest page by a slot that nobody has written, and reads other pages.",
+        "policies", "window_leaks", "dmc/policies/scores.py",
+        "entries.in_order(scores.masked_fill(last | ~entries.exists, nothing))",
+        "entries.in_order(scores.masked_fill(~entries.exists, nothing))",
+        "Pooling spreads the window's attention to itself over the tokens before it, which then always stay.",
     ),
     Fault(
         "runtime", "stop_cut_short", "dmc/runtime/text_stream.py",
