@@ -282,12 +282,14 @@ def read_rows(path: Path) -> dict[str, Row]:
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
-        rows = [Row(**{**line, "seconds": float(line["seconds"])}) for line in csv.DictReader(file)]
+        lines: list[dict[str, Any]] = [*csv.DictReader(file)]
+    rows = [Row(**line | {"seconds": float(line["seconds"])}) for line in lines]
     return {row.fault: row for row in rows}
 
 
 def append_row(path: Path, row: Row) -> None:
     """Append a result, so that an aborted run keeps it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, [of.name for of in dataclasses.fields(Row)])
         if not file.tell():
@@ -353,7 +355,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="faults at the same time, each on one core")
     parser.add_argument("--folder-only", action="store_true", help="run the quick tests of the fault's floor alone")
     parser.add_argument("--full", action="store_true", help="run the full tier where the quick one catches nothing")
-    parser.add_argument("--out", type=Path, default=Path("planted_faults.csv"), help="results, a line for each fault")
+    parser.add_argument("--out", type=Path, default=Path("outputs/planted_faults.csv"), help="results, one a line")
     parser.add_argument("--patience", type=float, default=300, help="seconds in which some quick test has to end")
     parser.add_argument("--check", action="store_true", help="only check that all faults apply")
     options = parser.parse_args()
