@@ -26,7 +26,7 @@ _left_out: collections.Counter[tuple[str, str]] = collections.Counter()
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out the tests of the full tier")
-    parser.addoption("--rest", metavar="I/N", type=_part, help="run one of N parts of what --quick leaves out: 0/6, ... 5/6")
+    parser.addoption("--rest", metavar="I/N", type=_part, help="run a part of what --quick leaves out: 0/6, ... 5/6")
 
 
 def _part(text):
@@ -53,7 +53,9 @@ def pytest_collection_modifyitems(config, items):
         _keep(config, items, lambda item: kind_of(item) is None)
     elif part is not None:
         index, count = part
-        _keep(config, items, lambda item: kind_of(item) is not None and zlib.crc32(item.nodeid.encode()) % count == index)
+        _keep(
+            config, items, lambda item: kind_of(item) is not None and zlib.crc32(item.nodeid.encode()) % count == index
+        )
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     first = sorted((item for item in items if kind_of(item)), key=lambda item: list(FULL_TIER).index(kind_of(item)))
     then = [item for item in items if not kind_of(item)]
