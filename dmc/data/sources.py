@@ -90,9 +90,28 @@ class DocumentSource:
         """Yield each document as one text, None for one that cannot be decoded."""
         for document in self.read(self.stream()):
             if isinstance(document, list):
-                yield "\n".join(str(message.get("content") or "") for message in document)
+                yield "\n".join(map(text_of, document))
             else:
                 yield "".join(document) if isinstance(document, tuple) else document
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return what a message of a chat says; a list of parts is read as their texts, one behind the other.
+
+    Raises:
+        TypeError: the content is neither text nor a list of parts of text, such as an image.
+    """
+    content = message.get("content")
+    texts = []
+    for part in content if isinstance(content, list) else ["" if content is None else content]:
+        is_part = isinstance(content, list) and isinstance(part, dict)
+        text = part.get("text") if is_part and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise TypeError(
+                f"its content holds {(part.get('type') if is_part else type(part).__name__)!r}, expected text"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def kind_of(path: Path) -> str:
