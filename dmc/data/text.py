@@ -16,10 +16,12 @@ from datasets import IterableDataset, load_dataset
 
 from dmc.data.sources import (
     COMPRESSED,
+    DAMAGE,
     KINDS,
     TEXT_SUFFIXES,
     Document,
     DocumentSource,
+    damage_of,
     file_stamps,
     files_digest,
     kind_of,
@@ -183,9 +185,12 @@ class TextSource(DocumentSource):
         try:
             for row in rows:
                 yield self._document(row) if self._kind != "text" else row["text"]
-        except ValueError as error:
+        except DAMAGE as error:
+            if not self.is_local and not isinstance(error, ValueError):  # of the network
+                raise
+            reason = damage_of(self.local_files(), error) if self.is_local and self._kind != "text" else error
             raise ValueError(
-                f"{self.label!r} cannot be read as {self._kind} ({error}); repair the file or leave it out."
+                f"{self.label!r} cannot be read as {self._kind} ({reason}); repair the file or leave it out."
             ) from error
 
     @property
