@@ -107,14 +107,13 @@ def text_of(message: dict[str, Any]) -> str:
         TypeError: the content is neither text nor a list of parts of text, such as an image.
     """
     content = message.get("content")
+    if not isinstance(content, list):
+        content = [{"text": "" if content is None else content}]
     texts = []
-    for part in content if isinstance(content, list) else ["" if content is None else content]:
-        is_part = isinstance(content, list) and isinstance(part, dict)
-        text = part.get("text") if is_part and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise TypeError(
-                f"its content holds {(part.get('type') if is_part else type(part).__name__)!r}, expected text"
-            )
+    for part in content:
+        kind, text = (part.get("type", "text"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if kind != "text" or not isinstance(text, str):
+            raise TypeError(f"its content holds {(kind if kind != 'text' else type(text).__name__)!r}, expected text")
         texts.append(text)
     return "".join(texts)
 

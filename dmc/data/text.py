@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -171,7 +172,8 @@ class TextSource(DocumentSource):
 
     def stream(self) -> IterableDataset:
         """Open the rows as a resumable stream."""
-        rows = self._rows()
+        with self._naming_damage():
+            rows = self._rows()
         is_plain = self._kind == "text" or rows.column_names is None
         return rows if is_plain else rows.select_columns(self._columns)
 
@@ -182,9 +184,15 @@ class TextSource(DocumentSource):
             TypeError: a column has another type.
             ValueError: a file's content does not match its name.
         """
-        try:
+        with self._naming_damage():
             for row in rows:
                 yield self._document(row) if self._kind != "text" else row["text"]
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        """Name the file that cannot be read."""
+        try:
+            yield
         except DAMAGE as error:
             if not self.is_local and not isinstance(error, ValueError):  # of the network
                 raise

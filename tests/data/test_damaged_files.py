@@ -49,9 +49,7 @@ def test_damaged_file_of_several_is_named_in_one_line(suffix, content, tmp_path)
             (tmp_path / f"{number}.{suffix}").write_bytes(good[suffix])
     (tmp_path / f"1.{suffix}").write_bytes(content)
     with pytest.raises(ValueError, match="cannot be read as") as error:
-        source = TextSource(f"{tmp_path}/*.{suffix}")
-        source.check()
-        read(source)
+        read(TextSource(f"{tmp_path}/*.{suffix}"))
     assert f"{tmp_path}/1.{suffix}" in str(error.value) and "repair the file" in str(error.value)
 
 
