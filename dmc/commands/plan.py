@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dmc.budget import sequence_ratio
 from dmc.compression import CompressionConfig
 from dmc.compression.full_attention import layer_windows
 from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dataclass
 from dmc.models import retrofit
+from dmc.models.loading import read_hub_config
 from dmc.models.weights import read_model_config
 from dmc.runtime.capacity import capacities
 from dmc.runtime.model_view import layout_of
@@ -44,7 +45,7 @@ def print_capacity(config: CapacityConfig) -> None:
     """Print the table."""
     folder, dtype = Path(config.model), getattr(torch, config.dtype)
     is_local = folder.is_dir() or config.model.startswith(("/", ".", "~"))
-    model_config = read_model_config(folder) if is_local else AutoConfig.from_pretrained(config.model)
+    model_config = read_model_config(folder) if is_local else read_hub_config(config.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         if getattr(model_config, "compression", None) is None:

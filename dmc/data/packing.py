@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch.utils.data import Dataset
 
@@ -102,6 +103,11 @@ class TokenTable:
             begin = end
         return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
+    def num_scored(self, start: int, stop: int) -> int:
+        """Return how many tokens from `start` up to `stop` are trained on."""
+        scored = self._arrays.scored
+        return stop - start if scored is None else pc.sum(scored.slice(start, stop - start)).as_py() or 0
+
     def window(self, start: int, stop: int) -> Window:
         """Return the tokens from `start` up to `stop`."""
         arrays, length = self._arrays, stop - start
@@ -152,6 +158,11 @@ class PackedTokens(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length if self._spans is None else len(self._spans)
+
+    def num_scored(self) -> int:
+        """Return how many tokens of all sequences are trained on."""
+        spans = [(0, len(self) * self.sequence_length)] if self._spans is None else self._spans.tolist()
+        return sum(self.tokens.num_scored(begin, end) for begin, end in spans)
 
     def document_of(self, index: int, place: int) -> int:
         """Return the index of the document of a sequence's token."""

@@ -10,12 +10,15 @@ import bisect
 import hashlib
 import itertools
 import json
+import lzma
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset, load_dataset
+import pandas
+from datasets import Features, IterableDataset, Value, load_dataset
 
 from dmc.data.packing import TokenTable
 
@@ -24,6 +27,8 @@ JSON_LINES_SHARD = 2**26
 DIGESTED_BYTES = 2**26
 """Bytes of a source that are hashed to identify it; all of a smaller source."""
 _BLOCK_BYTES = 2**16
+DAMAGE = (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error)
+"""What readers raise of files that are damaged, cut short, or not what their names say."""
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
@@ -90,9 +95,27 @@ class DocumentSource:
         """Yield each document as one text, None for one that cannot be decoded."""
         for document in self.read(self.stream()):
             if isinstance(document, list):
-                yield "\n".join(str(message.get("content") or "") for message in document)
+                yield "\n".join(map(text_of, document))
             else:
                 yield "".join(document) if isinstance(document, tuple) else document
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return what a message of a chat says; a list of parts is read as their texts, one behind the other.
+
+    Raises:
+        TypeError: the content is neither text nor a list of parts of text, such as an image.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        content = [{"text": "" if content is None else content}]
+    texts = []
+    for part in content:
+        kind, text = (part.get("type", "text"), part.get("text")) if isinstance(part, dict) else ("text", part)
+        if kind != "text" or not isinstance(text, str):
+            raise TypeError(f"its content holds {(kind if kind != 'text' else type(text).__name__)!r}, expected text")
+        texts.append(text)
+    return "".join(texts)
 
 
 def kind_of(path: Path) -> str:
@@ -153,6 +176,9 @@ def stream_rows(files: Sequence[Path]) -> IterableDataset:
     names = [str(path) for path in files if path.stat().st_size]
     if kind_of(files[0]) == "arrow":
         return load_dataset("arrow", data_files=names, split="train", streaming=True)
+    if kind_of(files[0]) == "csv":  # every value as it is written: nan and NA are words, 007 is no number
+        columns = Features({str(name): Value("string") for name in pandas.read_csv(names[0], nrows=0).columns})
+        return IterableDataset.from_csv(names, features=columns, na_filter=False).reshard()
     return getattr(IterableDataset, f"from_{kind_of(files[0])}")(names).reshard()
 
 
@@ -170,7 +196,38 @@ def _json_lines(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
                 file.readline()  # it began before `start`
             while file.tell() < start + JSON_LINES_SHARD and (line := file.readline()):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ValueError(f"a line of {path} is a {type(row).__name__}, expected an object")
-                    yield row
+                    yield _json_row(line, path, file.tell() - len(line))
+
+
+def _json_row(line: bytes, path: str, place: int) -> dict[str, Any]:
+    """Parse a line that begins at a place of a file.
+
+    Raises:
+        ValueError: it holds no JSON object; the message names file and line.
+    """
+    try:
+        row = json.loads(line)
+        if isinstance(row, dict):
+            return row
+        reason = f"it holds a {type(row).__name__}, expected an object"
+    except ValueError as error:
+        reason = str(error)
+    with open(path, "rb") as file:
+        number = 1 + sum(file.read(min(2**20, place - at)).count(b"\n") for at in range(0, place, 2**20))
+    raise ValueError(f"line {number} of {path}: {reason}")
+
+
+def damage_of(files: Sequence[Path], error: Exception) -> str:
+    """Say which of some files of rows cannot be read, and why; their readers name none.
+
+    Args:
+        files: json, parquet, csv or arrow files that were read together.
+        error: how that ended.
+    """
+    for path in files:
+        try:
+            for _ in stream_rows([path]):
+                pass
+        except DAMAGE as found:
+            return str(found) if str(path) in str(found) else f"{path}: {found or type(found).__name__}"
+    return str(error) or type(error).__name__

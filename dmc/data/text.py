@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,10 +17,12 @@ from datasets import IterableDataset, load_dataset
 
 from dmc.data.sources import (
     COMPRESSED,
+    DAMAGE,
     KINDS,
     TEXT_SUFFIXES,
     Document,
     DocumentSource,
+    damage_of,
     file_stamps,
     files_digest,
     kind_of,
@@ -169,7 +172,8 @@ class TextSource(DocumentSource):
 
     def stream(self) -> IterableDataset:
         """Open the rows as a resumable stream."""
-        rows = self._rows()
+        with self._naming_damage():
+            rows = self._rows()
         is_plain = self._kind == "text" or rows.column_names is None
         return rows if is_plain else rows.select_columns(self._columns)
 
@@ -180,12 +184,21 @@ class TextSource(DocumentSource):
             TypeError: a column has another type.
             ValueError: a file's content does not match its name.
         """
-        try:
+        with self._naming_damage():
             for row in rows:
                 yield self._document(row) if self._kind != "text" else row["text"]
-        except ValueError as error:
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        """Name the file that cannot be read."""
+        try:
+            yield
+        except DAMAGE as error:
+            if not self.is_local and not isinstance(error, ValueError):  # of the network
+                raise
+            reason = damage_of(self.local_files(), error) if self.is_local and self._kind != "text" else error
             raise ValueError(
-                f"{self.label!r} cannot be read as {self._kind} ({error}); repair the file or leave it out."
+                f"{self.label!r} cannot be read as {self._kind} ({reason}); repair the file or leave it out."
             ) from error
 
     @property

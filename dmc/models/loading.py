@@ -30,7 +30,7 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         read_dtype(dtype)
     check_weights(folder, reads_dms=True)
     if not Path(str(folder)).is_dir():
-        config = AutoConfig.from_pretrained(folder, revision=kwargs.get("revision"), trust_remote_code=False)
+        config = read_hub_config(str(folder), kwargs.get("revision"))
         refuse_kernels(config, str(folder))
     safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     model, loading = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
@@ -38,6 +38,19 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
     return model.eval()
+
+
+def read_hub_config(name: str, revision: str | None = None) -> Any:
+    """Read the configuration of a model on the hub.
+
+    Raises:
+        FileNotFoundError: the hub has none, or cannot be reached; the message says first that no such folder exists.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(f"there is no folder {name!r}; as a name of the hub: {reason}") from error
 
 
 def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:
@@ -69,7 +82,10 @@ def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: in
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"{path} has no tokenizer, or a damaged one ({error}): copy its files again") from error
+        missing = "" if Path(path).is_dir() else f"there is no folder {str(path)!r}: as a name of the hub, "
+        raise ValueError(
+            f"{missing}{path} has no tokenizer, or a damaged one ({error}): copy its files again"
+        ) from error
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(

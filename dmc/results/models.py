@@ -99,7 +99,8 @@ def plan_model(name: str, value: Any) -> PlannedModel:
     try:
         values, _ = PretrainedConfig.get_config_dict(str(folder), revision=model.revision)
     except OSError as error:
-        raise ValueError(f"{where}={model.path}: {str(error).splitlines()[0]}") from error
+        missing = "" if folder.exists() else f"there is no folder {model.path!r}; as a name of the hub: "
+        raise ValueError(f"{where}={model.path}: {missing}{str(error).splitlines()[0]}") from error
     if "model_type" not in values:
         raise ValueError(f"{where}: {model.path} has no config.json with a model_type: it is not a Hugging Face model")
     compressed = str(values["model_type"]).startswith("dmc_")

@@ -41,6 +41,7 @@ from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule, Teacher
 from dmc.training.planning.start_checks import check_start
+from dmc.training.record import CONFIG_NAME as RUN_NAME
 from dmc.training.record import check_branch, check_same_run, check_same_text, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
@@ -101,6 +102,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         if is_rank_zero():
             made = [place for place in (folder, *folder.parents) if not place.exists()]
+            is_run = (folder / LOCK_NAME).exists()
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 is_restart = any(int(os.environ.get(name, 0)) > 0 for name in RESTART_COUNTS)
@@ -110,13 +112,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
                     f"{folder} is being trained: {error}. Wait until that start ends, or stop it, and the same command "
                     "goes on; or choose another output_dir"
                 ) from None
-            stack.callback(_remove_unstarted, folder, made)
+            if not is_run:
+                stack.callback(_remove_unstarted, folder, made)
         yield
 
 
 def _remove_unstarted(folder: Path, made: list[Path]) -> None:
-    """Remove the folders that were made for a run, if it did not start."""
-    if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+    """Remove the lock of a run that did not start, and the folders that were made for it."""
+    if not (folder / RUN_NAME).exists():
         (folder / LOCK_NAME).unlink()
         with suppress(OSError):
             for place in made:

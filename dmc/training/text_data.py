@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -41,6 +42,9 @@ from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import StepLoader
 from dmc.training.stages import Plan
 
+logger = logging.getLogger(__name__)
+MIN_SCORED = 0.01
+"""Share of tokens that are learned below which a start warns."""
 SPLITS = ("train", "validation", "calibration", "test")
 _TOKENIZER = re.compile("tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 
@@ -181,7 +185,13 @@ class TextData(LightningDataModule):
             self._packed(split)
 
     def setup(self, stage: str) -> None:
-        """Open the training text."""
+        """Open the training text.
+
+        Raises:
+            ValueError: nothing of a source is trained on, or measured.
+        """
+        for split in self._cached_splits():
+            self._check_scored(split)
         if not self.config.data.streaming:
             train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
@@ -233,15 +243,38 @@ class TextData(LightningDataModule):
         """Return how much text there is, tokenized where it is not yet, a line for each source that is not streamed."""
         lines = []
         for split in self._cached_splits():
-            packed = self._packed(split)
-            parts = packed.datasets if isinstance(packed, Blend) else [packed]
-            for source, part in zip(self._sources(split), parts, strict=True):
+            for source, part in self._parts(split):
                 table = part.tokens
                 lines.append(
                     f"{split}: {len(table):,} tokens in {table.num_documents:,} documents of {source.label}, "
                     f"{table.num_skipped:,} skipped"
                 )
         return lines
+
+    def _check_scored(self, split: str) -> None:
+        """Refuse text of which no token is learned, such as chats whose answers all lie behind the cut."""
+        for source, part in self._parts(split):
+            if not source.has_loss_mask:
+                continue
+            num_scored, num_tokens = part.num_scored(), len(part) * part.sequence_length
+            share = f"{100 * num_scored / num_tokens:.2g} % of {num_tokens:,} tokens"
+            if not num_scored:
+                cut = f" within the first {part.sequence_length} tokens" if self.config.training.whole_documents else ""
+                raise ValueError(
+                    f"data.{split}: none of the {part.tokens.num_documents:,} documents of {source.label} has a token "
+                    f"of an answer{cut}: raise training.sequence_length={part.sequence_length}, or check its answers"
+                )
+            if num_scored < MIN_SCORED * num_tokens:
+                logger.warning(
+                    "data.%s: only %s of %s are of answers, the others are not learned", split, share, source.label
+                )
+            else:
+                logger.info("data.%s: %s of %s are of answers, and learned", split, share, source.label)
+
+    def _parts(self, split: str) -> list[tuple[Any, PackedTokens]]:
+        """Open the sources of a split, each with its sequences."""
+        packed = self._packed(split)
+        return list(zip(self._sources(split), packed.datasets if isinstance(packed, Blend) else [packed], strict=True))
 
     def _cached_splits(self) -> list[str]:
         data = self.config.data

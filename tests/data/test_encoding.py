@@ -25,7 +25,7 @@ CHAT = [
     {"role": "user", "content": "until?"},
     {"role": "assistant", "content": "it is merged"},
 ]
-ANSWERS = ["every key and value\n", "it is merged\n"]
+ANSWERS = ["every key and value\n", "it is merged\n<|endoftext|>"]  # a newline ends no answer of a server's
 
 
 def with_template(tokenizer, template):
@@ -49,7 +49,7 @@ def test_what_the_assistant_says_is_learned(template, tokenizer):
     instruct = with_template(tokenizer, template)
     (encoded,) = DocumentEncoder(instruct, framing_of(instruct))([CHAT])
     assert encoded.scored is not None
-    assert runs(encoded.token_ids.tolist(), encoded.scored.tolist(), tokenizer) == ANSWERS
+    assert runs(encoded.token_ids.tolist(), encoded.scored.tolist(), instruct) == ANSWERS
     expected = "".join(f"<{message['role']}>{message['content']}\n" for message in CHAT)
     assert tokenizer.decode(encoded.token_ids) == expected + "<|endoftext|>"
 
@@ -60,7 +60,7 @@ def test_chat_is_framed_where_its_template_does_not(tokenizer):
         encoded = DocumentEncoder(with_template(tokenizer, template), Framing((begin,), end))([CHAT])[0]
         token_ids = encoded.token_ids.tolist()
         assert token_ids[0] == begin != token_ids[1] and token_ids.count(end) == 1 and token_ids[-1] == end
-        assert encoded.scored is not None and not encoded.scored[[0, -1]].any()
+        assert encoded.scored is not None and not encoded.scored[0] and encoded.scored[-1]
 
 
 def test_completion_and_what_ends_it_are_learned(tokenizer):

@@ -12,6 +12,7 @@ import dmc
 from dmc import load_model
 from dmc.compression import CompressionConfig
 from dmc.models.build import assemble
+from dmc.models.loading import load_tokenizer
 from dmc.models.weights import open_weights, stored_shapes, weight_files
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
@@ -196,3 +197,12 @@ def test_a_compressed_folder_without_the_settings_of_its_gates_is_refused(make_c
 def test_gates_at_their_defaults_are_written_and_read(make_stock, tmp_path):
     dmc.retrofit(make_stock(), CompressionConfig()).save_pretrained(tmp_path)
     assert load_model(tmp_path).compression == CompressionConfig()
+
+
+def test_a_wrong_folder_is_called_that_before_the_hub_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"^there is no folder 'outputs/nope'; as a name of the hub: "):
+        load_model("outputs/nope")
+    with pytest.raises(ValueError, match=r"^there is no folder 'outputs/nope': as a name of the hub, "):
+        load_tokenizer("outputs/nope")

@@ -134,3 +134,36 @@ def test_lessons_are_learned_as_short_sequences_and_answers_more_than_the_rest(v
     values["data"]["streaming"] = True
     with pytest.raises(ValueError, match=r"data\.facts are written into cached text"):
         build_config(RunConfig, values)
+
+
+def chats_with_answers(tmp_path, prompt_words, count=40):
+    pairs = [{"prompt": "question " * prompt_words, "completion": f"answer {i}"} for i in range(count)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    source = {"_target_": "dmc.data.TextSource", "name": str(tmp_path / "long.jsonl")}
+    return {"own": source | {"prompt": "prompt", "completion": "completion"}}
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_answers_that_all_lie_behind_the_cut_are_refused_before_the_first_step(split, values, tmp_path):
+    values["training"]["whole_documents"] = True
+    values["data"][split] = chats_with_answers(tmp_path, prompt_words=60)
+    data = TextData(build_config(RunConfig, values), AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), 1)
+    expected = (
+        r"data\.{}: none of the 40 documents of .*long\.jsonl has a token of an answer within the first 32 tokens"
+    )
+    with pytest.raises(ValueError, match=expected.format(split)):
+        data.setup("fit")
+
+
+@pytest.mark.parametrize(("prompt_words", "level"), [(3, "INFO"), (900, "WARNING")])
+def test_share_of_tokens_that_are_learned_is_said(prompt_words, level, values, tmp_path, caplog):
+    values["data"]["train"] = chats_with_answers(tmp_path, prompt_words)
+    data = TextData(build_config(RunConfig, values), AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), 1)
+    with caplog.at_level("INFO"):
+        data.setup("fit")
+    (record,) = (record for record in caplog.records if record.message.startswith("data.train"))
+    assert record.levelname == level
+    items = [data._train.dataset[index] for index in range(len(data._train.dataset))]
+    learned = sum(int(item["loss_mask"].sum()) for item in items)
+    share = 100 * learned / (32 * len(items))
+    assert f"{share:.2g} % of {32 * len(items):,} tokens" in record.message

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -204,3 +205,15 @@ def test_a_restarted_run_waits_for_the_lock_that_a_dead_node_has_left(tmp_path, 
         timer.start()
         with _alone_in(tmp_path):
             assert left.closed
+
+
+@pytest.mark.parametrize("others", [[], ["notes.txt"]], ids=["new", "occupied"])
+def test_a_start_that_fails_leaves_its_folder_as_it_was(others, tmp_path):
+    folder = tmp_path / "a" / "run"
+    for name in others:
+        folder.mkdir(parents=True)
+        (folder / name).write_text("mine")
+    with suppress(ValueError), _alone_in(folder):
+        assert (folder / LOCK_NAME).exists()
+        raise ValueError
+    assert sorted(path.name for path in tmp_path.rglob("*")) == (["a", "notes.txt", "run"] if others else [])
