@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +12,6 @@ import datasets
 import multiprocess
 import numpy as np
 import pytest
-from launching import CONTEXT
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import PackedTokens, StandardLibrarySource, TextSource, build_packed
@@ -19,6 +19,7 @@ from dmc.data import train_tokenizer as train
 from dmc.data.encoding import encode_documents
 
 LENGTH = 16
+CONTEXT = multiprocessing.get_context("fork")
 
 Build = Callable[..., PackedTokens]
 
@@ -96,10 +97,11 @@ class NotedSource(TextSource):
         return super().read(rows)
 
 
-@pytest.mark.parametrize("job_bytes", [10**9, 3000, 500, 40])
-@pytest.mark.parametrize("tokenize_num_proc", [1, 3])
+@pytest.mark.parametrize(
+    ("tokenize_num_proc", "job_bytes"), [(1, 10**9), (1, 500), (3, 10**9), (3, 3000), (3, 500), (3, 40)]
+)
 def test_tokens_depend_on_no_number_of_processes_and_as_many_are_used_as_asked(
-    job_bytes, tokenize_num_proc, corpus, expected, tokenizer, tmp_path, monkeypatch
+    tokenize_num_proc, job_bytes, corpus, expected, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", job_bytes)
     options = {"tokenize_num_proc": tokenize_num_proc}
