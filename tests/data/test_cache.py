@@ -1,3 +1,4 @@
+import contextlib
 import json
 import multiprocessing
 import os
@@ -170,6 +171,7 @@ class SlowSource(TextSource):
 def build_slowly(corpus, tokenizer, folder, tokenize_num_proc):
     from dmc.data import cache
 
+    os.setpgrp()
     cache._JOB_BYTES = 100
     build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, tokenize_num_proc=tokenize_num_proc)
 
@@ -191,6 +193,8 @@ def test_killed_build_leaves_nothing_in_the_way_of_the_next(
     packed = build_packed(SlowSource(str(corpus)), tokenizer, LENGTH, folder, tokenize_num_proc=1)
     assert tokens_of(packed) == expected.tolist()
     assert not list(folder.glob(".*.partial"))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # workers of the killed one would wait for ever
 
 
 def test_builders_at_the_same_time_agree_and_one_of_them_builds(corpus, tmp_path, tokenizer, build, expected):
