@@ -140,13 +140,13 @@ def test_bytes_are_those_of_all_chains_of_a_problem_and_of_all_their_steps(tiny_
 
 @pytest.mark.parametrize("problems_in_memory", [None, 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_problems_that_run_together_cost_what_each_costs_alone(tiny_model, tokenizer, problems_in_memory):
-    lengths, chains, memory = (60, 23, 50, 7), 3, None  # the longest first: tables are nearly as wide for all
-    prompts, after = [[*range(length)] for length in lengths], [[7]] * 4
-    params = [SamplingParams(max_new_tokens=10 + length, n=chains, seed=length << 16) for length in lengths]
+    lengths, chains, memory = (100, 33, 80, 7, 51), 3, None  # the longest first: tables are nearly as wide for all
+    prompts, after = [[*range(length)] for length in lengths], [[7]] * 5
+    params = [SamplingParams(max_new_tokens=20 + length, n=chains, seed=length << 16) for length in lengths]
     engine = Engine(tiny_model, tokenizer)
     if problems_in_memory is not None:
         block, layout = engine.cache.block_bytes, engine.cache.layout
-        memory = int(problems_in_memory * chains * layout.num_layers * layout.num_kv_heads * -(-131 // 16) * block)
+        memory = int(problems_in_memory * chains * layout.num_layers * layout.num_kv_heads * -(-221 // 16) * block)
         engine = Engine(tiny_model, tokenizer, memory=memory)
     together = write_chains(Engine(tiny_model, tokenizer, max_batch_size=11, memory=memory), prompts, after, params)
     for found, *asked in zip(together, prompts, after, params, strict=True):

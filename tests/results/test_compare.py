@@ -120,10 +120,10 @@ def test_an_interrupted_grid_goes_on_with_the_next_cell(make_config, folders):
     assert run(config, third) == rows and third.loaded == []
 
 
-ERRORS = [RuntimeError("CUDA error:\n  an illegal address"), pytest.param(MemoryError(), marks=pytest.mark.slow)]
+ERRORS = [RuntimeError("CUDA error:\n  an illegal address"), MemoryError()]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "MemoryError"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_whatever_a_cell_fails_with_the_grid_goes_on_and_the_next_start_tries_it_again(error, make_config):
     config, again = make_config(policies=[KEEP, "full"], budgets=[2]), Workshop()
     failed, full = run(config, Workshop(error=error))
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_no_part_of_a_file(place, nam
     assert run_script("compare.py", *command) == "" and (tmp_path / "out" / "table.md").is_file()
 
 
-@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_figures_that_are_no_numbers_are_told_and_in_no_statistic(value, tmp_path):
     values = {"h2o": [1.0, 2.0], "bad": [1.0, value]}
     rows = [checked(plain_row(name, "4", value, **PROVENANCE)) for name, value in values.items()]

@@ -82,7 +82,7 @@ def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
 def test_plots_and_data_lie_beside_the_page(small_grid_page):
     findings, folder = read_folders([small_grid_page.parent.parent / "cells"]), small_grid_page.parent
     pictures, text = sorted(path.name for path in (folder / "plots").iterdir()), unescape(small_grid_page.read_text())
-    assert len(pictures) == text.count("<figure>") == 8
+    assert len(pictures) == text.count("<figure>") == 7
     assert pictures[0] == "001-loss-quality-against-bytes.png"
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
     ids = re.findall(r'\sid="([^"]*)"', text)

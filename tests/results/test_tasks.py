@@ -338,7 +338,7 @@ def test_the_question_is_compressed_where_it_is_known_and_comes_after_where_it_i
 METHODS = {"h2o": H2O(budget=Budget(ratio=4)), "snapkv": SnapKV(window=4, budget=Budget(tokens=12))}
 
 
-@pytest.mark.parametrize("method", ["h2o", pytest.param("snapkv", marks=pytest.mark.slow), "gates"])
+@pytest.mark.parametrize("method", ["h2o", "snapkv", "gates"])
 def test_each_of_several_questions_to_a_context_is_answered_as_on_a_compressed_cache_of_its_own(
     method, folders, word_tokenizer, make_config
 ):
