@@ -74,6 +74,7 @@ def test_the_readme_is_short_and_lists_every_page():
     assert pages <= set(re.findall(r"docs/(\w+\.md)", readme))
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(

@@ -104,18 +104,27 @@ def world(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_bad_command_line_ends_in_one_line_before_anything_is_written(case, world, tmp_path, monkeypatch):
+def filled(case, world):
+    """Return a case's script, the words of its command line, and what is expected to be said of it."""
     script, settings, expected = case.split("|")
     for name, text in {**WORDS, "STOCK": f"{world}/stock", "TEXT": f"{world}/text.txt", "WORLD": str(world)}.items():
         settings, expected = settings.replace(name, text), expected.replace(name, text)
+    return f"{script}.py", shlex.split(settings), expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_command_line_ends_in_one_line_before_anything_is_written(case, world, tmp_path, monkeypatch):
+    script, words, expected = filled(case, world)
     monkeypatch.chdir(tmp_path)
-    if CASES.index(case) % 20 == 0:  # a real process
-        command = [sys.executable, SCRIPTS / f"{script}.py", *shlex.split(settings)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        said = done.stderr.strip()
-        assert done.returncode == 1
-    else:
-        said = run_script(f"{script}.py", *shlex.split(settings))
+    said = run_script(script, *words)
     assert said.startswith("error: ") and expected in said and "\n" not in said, said
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[20::20])])
+def test_a_process_of_its_own_says_the_same_and_fails(case, world, tmp_path):
+    script, words, expected = filled(case, world)
+    done = subprocess.run([sys.executable, SCRIPTS / script, *words], cwd=tmp_path, capture_output=True, text=True)
+    said = done.stderr.strip()
+    assert done.returncode == 1 and said.startswith("error: ") and expected in said and "\n" not in said, said
     assert [*tmp_path.iterdir()] == []

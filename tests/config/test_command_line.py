@@ -1,5 +1,6 @@
 """What every command does around its work, and settings that are told before it."""
 
+import ast
 import os
 import re
 import subprocess
@@ -53,6 +54,17 @@ def test_a_sweep_takes_lists_and_lengths(tmp_path, monkeypatch):
     assert [list(run.snapshot_ratios) for run in found] == [[2], [2, 3]] * 2
 
 
+def test_denormal_numbers_are_flushed_in_a_prepared_process(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    prepare_process()
+    try:
+        assert not (torch.full((8,), 1e-37) * 0.01).any()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.slow
 def test_no_thread_computes_with_denormal_numbers():
     code = "import torch; from dmc.config.command_line import prepare_process; "
     code += "torch.set_num_threads(2); prepare_process();"
@@ -61,7 +73,22 @@ def test_no_thread_computes_with_denormal_numbers():
     assert found.stdout.strip() == "0"
 
 
-def test_help_and_a_misspelled_setting_import_hydra_alone():
+COMMANDS = [path for path in SCRIPTS.glob("*.py") if path.stem not in ("gpu_check", "hydra_command")]
+
+
+def test_scripts_import_hydra_alone_before_their_work():
+    for path in (*COMMANDS, SCRIPTS / "hydra_command.py"):
+        imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+        assert others <= {"hydra", "omegaconf", "hydra_command"}, path
+
+
+@pytest.mark.parametrize(
+    "scripts", [[SCRIPTS / "train.py"], pytest.param(COMMANDS, marks=pytest.mark.slow)], ids=["train", "all"]
+)
+def test_help_and_a_misspelled_setting_import_hydra_alone(scripts):
     code = """if True:
     import runpy, sys
     from hydra.core.global_hydra import GlobalHydra
@@ -77,7 +104,6 @@ def test_help_and_a_misspelled_setting_import_hydra_alone():
         assert "nonesuch" in ended and "\\n" not in ended, (path, ended)
         assert not {"dmc", "torch"} & sys.modules.keys(), path
     """
-    scripts = [path for path in SCRIPTS.glob("*.py") if path.stem not in ("gpu_check", "hydra_command")]
     found = subprocess.run([sys.executable, "-c", code, *scripts], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
 

@@ -1,4 +1,6 @@
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +13,6 @@ import datasets
 import multiprocess
 import numpy as np
 import pytest
-from launching import CONTEXT
 from transformers import PreTrainedTokenizerFast
 
 from dmc.data import PackedTokens, StandardLibrarySource, TextSource, build_packed
@@ -19,6 +20,7 @@ from dmc.data import train_tokenizer as train
 from dmc.data.encoding import encode_documents
 
 LENGTH = 16
+CONTEXT = multiprocessing.get_context("fork")
 
 Build = Callable[..., PackedTokens]
 
@@ -96,10 +98,11 @@ class NotedSource(TextSource):
         return super().read(rows)
 
 
-@pytest.mark.parametrize("job_bytes", [10**9, 3000, 500, 40])
-@pytest.mark.parametrize("tokenize_num_proc", [1, 3])
+@pytest.mark.parametrize(
+    ("tokenize_num_proc", "job_bytes"), [(1, 10**9), (1, 500), (3, 10**9), (3, 3000), (3, 500), (3, 40)]
+)
 def test_tokens_depend_on_no_number_of_processes_and_as_many_are_used_as_asked(
-    job_bytes, tokenize_num_proc, corpus, expected, tokenizer, tmp_path, monkeypatch
+    tokenize_num_proc, job_bytes, corpus, expected, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("dmc.data.cache._JOB_BYTES", job_bytes)
     options = {"tokenize_num_proc": tokenize_num_proc}
@@ -168,6 +171,7 @@ class SlowSource(TextSource):
 def build_slowly(corpus, tokenizer, folder, tokenize_num_proc):
     from dmc.data import cache
 
+    os.setpgrp()
     cache._JOB_BYTES = 100
     build_packed(SlowSource(corpus), tokenizer, LENGTH, folder, tokenize_num_proc=tokenize_num_proc)
 
@@ -189,6 +193,8 @@ def test_killed_build_leaves_nothing_in_the_way_of_the_next(
     packed = build_packed(SlowSource(str(corpus)), tokenizer, LENGTH, folder, tokenize_num_proc=1)
     assert tokens_of(packed) == expected.tolist()
     assert not list(folder.glob(".*.partial"))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # workers of the killed one would wait for ever
 
 
 def test_builders_at_the_same_time_agree_and_one_of_them_builds(corpus, tmp_path, tokenizer, build, expected):

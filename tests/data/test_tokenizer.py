@@ -47,6 +47,14 @@ def test_any_text_comes_back(tokenizer):
         assert tokenizer.eos_token_id not in token_ids
 
 
+def test_training_twice_gives_the_same_files(tmp_path):
+    for name in ("first", "second"):
+        train_tokenizer(TEXTS, 290, tmp_path / name)
+    for path in (tmp_path / "first").iterdir():
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.slow
 def test_training_is_deterministic_across_processes(tmp_path):
     train_tokenizer(TEXTS, 290, tmp_path / "here")
     script = "import json, sys, dmc.data; dmc.data.train_tokenizer(json.loads(sys.argv[1]), 290, sys.argv[2])"

@@ -87,13 +87,23 @@ def offline_lm_eval(monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
-@pytest.fixture(scope="session")
-def grid_page(tmp_path_factory):
-    """A report of the synthetic grid of 8 methods and of a benchmark."""
-    folder = tmp_path_factory.mktemp("grid")
-    cells = write_rows(compare_grid(), folder / "cells" / "cells.jsonl")
+def write_grid_page(folder, *policies):
+    """Write a report of the synthetic grid and of a benchmark."""
+    cells = write_rows(compare_grid(*policies), folder / "cells" / "cells.jsonl")
     speeds = write_rows(benchmark_rows(), folder / "speeds" / "cells.jsonl")
     return write_page(read_folders([cells, speeds]), folder / "report")
+
+
+@pytest.fixture(scope="session")
+def grid_page(tmp_path_factory):
+    """A report of 8 methods."""
+    return write_grid_page(tmp_path_factory.mktemp("grid"))
+
+
+@pytest.fixture
+def small_grid_page(tmp_path):
+    """A report of 2 methods."""
+    return write_grid_page(tmp_path, ("tova", "cam"))
 
 
 TASK = """

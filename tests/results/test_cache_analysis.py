@@ -28,11 +28,11 @@ def tables(engine, prompts, new_tokens=1):
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_what_is_held_is_what_the_oracle_holds(method, options, make_stock, make_prompts):
-    model, prompts, budget, new_tokens = make_stock(num_layers=3), make_prompts(37, 37), {"ratio": 2}, 5
+    model, prompts, budget, new_tokens = make_stock(num_layers=3), make_prompts(29, 29), {"ratio": 2}, 3
     engine = Engine(model, policy=getattr(policies, method)(budget=Budget(**budget), **options), kernels="reference")
     found = tables(engine, prompts, new_tokens)["by_position_and_layer"]
-    assert engine.blocks_in_use == 0 and found["position"] == [*range(36 + new_tokens)]
-    held = torch.zeros(36 + new_tokens, 3)
+    assert engine.blocks_in_use == 0 and found["position"] == [*range(28 + new_tokens)]
+    held = torch.zeros(28 + new_tokens, 3)
     for prompt in prompts:
         answer = []  # as the oracle continues
         for _ in range(new_tokens):

@@ -138,7 +138,7 @@ def test_bytes_are_those_of_all_chains_of_a_problem_and_of_all_their_steps(tiny_
     assert len(steps) == new and engine.blocks_in_use == 0
 
 
-@pytest.mark.parametrize("problems_in_memory", [None, 1.5, 3.0])
+@pytest.mark.parametrize("problems_in_memory", [None, 1.5, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_problems_that_run_together_cost_what_each_costs_alone(tiny_model, tokenizer, problems_in_memory):
     lengths, chains, memory = (100, 33, 80, 7, 51), 3, None  # the longest first: tables are nearly as wide for all
     prompts, after = [[*range(length)] for length in lengths], [[7]] * 5

@@ -55,7 +55,7 @@ def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval
     )  # listing all tasks takes seconds
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", without_defaults)
 
-    def run(model, arguments, *options):
+    def run(model, arguments, *options, tasks=TASKS):
         command = [
             "dmc.commands.lm_eval",
             "--model",
@@ -63,7 +63,7 @@ def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval
             "--model_args",
             arguments,
             "--tasks",
-            *TASKS,
+            *tasks,
             "--device",
             "cpu",
         ]
@@ -79,16 +79,20 @@ def lm_eval_in_this_process(tasks_folder, tmp_path, monkeypatch, offline_lm_eval
 TASKS = ["local_choice", "local_generation", "local_rolling"]
 
 
+WITH_POLICY = "dmc", ",policy=h2o,ratio=4,policy.recent=4,engine.block_size=32", H2O(budget=Budget(ratio=4), recent=4)
+
+
 @pytest.mark.parametrize(
-    ("model", "arguments", "policy"),
+    ("model", "arguments", "policy", "tasks"),
     [
-        ("hf", "", None),
-        ("dmc", "", None),
-        ("dmc", ",policy=h2o,ratio=4,policy.recent=4,engine.block_size=32", H2O(budget=Budget(ratio=4), recent=4)),
+        pytest.param("hf", "", None, TASKS, marks=pytest.mark.slow),  # test_harness.py compares with this adapter
+        ("dmc", "", None, TASKS),
+        (*WITH_POLICY, TASKS[:2]),
+        pytest.param(*WITH_POLICY, TASKS[2:], marks=pytest.mark.slow),  # thousands of tokens, one by one
     ],
 )
 def test_lm_evals_own_command_line_gives_the_engines_numbers(
-    model, arguments, policy, folders, tasks_folder, lm_eval_in_this_process
+    model, arguments, policy, tasks, folders, tasks_folder, lm_eval_in_this_process
 ):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -96,11 +100,11 @@ def test_lm_evals_own_command_line_gives_the_engines_numbers(
     from dmc.results.harness import EngineLM
 
     folder = folders.stock if policy else folders.compressed
-    found = lm_eval_in_this_process(model, f"pretrained={folder}{arguments}", "--batch_size", "3")
+    found = lm_eval_in_this_process(model, f"pretrained={folder}{arguments}", "--batch_size", "3", tasks=tasks)
     engine = Engine(load_model(folder), AutoTokenizer.from_pretrained(folder), policy)
     manager = TaskManager(include_path=str(tasks_folder))
-    ours = simple_evaluate(model=EngineLM(engine), tasks=TASKS, task_manager=manager, bootstrap_iters=0)
-    for task in TASKS:
+    ours = simple_evaluate(model=EngineLM(engine), tasks=tasks, task_manager=manager, bootstrap_iters=0)
+    for task in tasks:
         for name, value in ours["results"][task].items():
             if isinstance(value, float):
                 assert found["results"][task][name] == pytest.approx(value, abs=1e-4, rel=1e-6)

@@ -1,10 +1,10 @@
 """Methods in as many bytes as a learned model: measured there, never between two budgets."""
 
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
-from launching import CONTEXT
 from report_rows import CONFIGS, run_grid
 
 from dmc.results.equal_bytes import SAME_BYTES, TRIES, at_bytes
@@ -12,6 +12,7 @@ from dmc.results.grid import plan_grid
 from dmc.results.statistics import beside_baselines
 from dmc.results.tables import format_tables
 
+CONTEXT = multiprocessing.get_context("fork")
 SIZES = {
     "in proportion": lambda share: 1000 * share,
     "state beside": lambda share: 150 + 850 * share,

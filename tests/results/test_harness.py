@@ -45,8 +45,14 @@ def likelihoods(sample):
     return [float(reply[0] if isinstance(reply, tuple) else reply) for (reply,) in sample["resps"]]
 
 
-@pytest.mark.parametrize("kind", ["stock", "compressed"])
-@pytest.mark.parametrize("num_fewshot", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "num_fewshot"),
+    [
+        ("stock", 2),
+        ("compressed", 0),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("stock", 0), ("compressed", 2))),
+    ],
+)
 def test_every_number_is_that_of_hugging_faces_own_adapter(kind, num_fewshot, folders, tasks_folder):
     folder = getattr(folders, kind)
     theirs = HFLM(load_model(folder), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)

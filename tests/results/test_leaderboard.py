@@ -46,7 +46,7 @@ def data(tmp_path):
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     rows = [
         {
-            "context": " ".join(words[(number + step) % 5] for step in range(60)) + f" {number}.\n",
+            "context": " ".join(words[(number + step) % 5] for step in range(40)) + f" {number}.\n",
             "question": f"What is the word of {task}? ",
             "answer_prefix": "Answer: the word is",
             "answer": ["a", words[number]],
@@ -54,7 +54,7 @@ def data(tmp_path):
             "max_new_tokens": 32,
         }
         for task in TASKS
-        for number in range(2)
+        for number in range(1)
     ]
     (tmp_path / "ruler" / "4096").mkdir(parents=True)
     pandas.DataFrame(rows).to_parquet(tmp_path / "ruler" / "4096" / "test-00000-of-00001.parquet")
@@ -102,14 +102,14 @@ def test_a_folder_holds_what_kvpress_writes_and_reads(models, data, tmp_path, mo
         ratio = f"{config['compression_ratio']:.2f}"
         assert folder.name == "__".join([*(part.replace("/", "--") for part in parts), ratio, *aware])
         predictions = pandas.read_csv(folder / "predictions.csv", keep_default_na=False)
-        assert {*predictions.columns} == COLUMNS and len(predictions) == 26
+        assert {*predictions.columns} == COLUMNS and len(predictions) == 13
         assert bool((predictions["question"] == "").all()) == config["query_aware"]
         assert predictions["compression_ratio"].sub(config["compression_ratio"]).abs().max() <= 0.05
         metrics = json.loads((folder / "metrics.json").read_text())
         assert [*metrics] == sorted(TASKS) and metrics == naive_metrics(predictions)
     assert any(row["metrics"]["string_match"] > 0 for row in rows)
     for row in rows:  # the table's score is the leaderboard's: the mean over tasks
-        assert len(row["sample_values"]) == 26
+        assert len(row["sample_values"]) == 13
 
 
 def test_of_alternative_answers_one_is_enough_and_of_others_the_share_counts():

@@ -67,7 +67,12 @@ def local_tasks(names, folders, target):
         OmegaConf.save({"include": str(files[name]), "task": name, **local}, target / f"{name}.yaml")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+SLOW = ("ruler_4k", "longbench")
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PRESETS]
+)
 def test_a_preset_runs_from_one_short_command_to_the_table(
     preset, folders, tmp_path, monkeypatch, capsys, without_further_packages
 ):

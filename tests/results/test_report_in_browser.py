@@ -3,7 +3,7 @@
 import pytest
 from browser import open_browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 COLUMN = "[...document.querySelectorAll('section table')[0].tBodies[0].rows].map(row => row.cells[{0}].textContent)"
 COLUMNS = "[...document.querySelectorAll('section table')[0].tHead.rows[0].cells].map(cell => cell.textContent)"
 NUMBERS = COLUMN.replace("textContent", "textContent.replaceAll(',', '')")
