@@ -1,17 +1,13 @@
 """The Triton kernels against the reference: in float32 by Triton's interpreter on a CPU, in 16 bit too on a GPU.
 
-The interpreter has to be chosen before triton is imported, so those tests run in processes of their own, which
-`test_interpreted_kernels_equal_the_reference` starts.
+The interpreter has to be chosen before triton is imported: `test_interpreter.py` starts a process with those tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,31 +323,10 @@ def test_what_the_kernels_cannot_serve_is_said(place: tuple[str, torch.dtype]) -
         assert kernels.supports(torch.bfloat16, 64, 16, torch.device(device)).endswith("use float32")
 
 
-if not INTERPRETED:
-
-    def test_interpreted_kernels_equal_the_reference() -> None:
-        files = [__file__, str(Path(__file__).with_name("test_evict.py"))]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *files,
-            "-k",
-            "triton",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).parents[2]
-        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
-        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-
-    def test_a_cpu_without_the_interpreter_is_not_supported() -> None:
-        reason = kernels.supports(torch.float32, 64, 16, torch.device("cpu"))
-        assert reason == "kernels.triton needs an NVIDIA GPU, the cache is on cpu"
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_a_cpu_without_the_interpreter_is_not_supported() -> None:
+    reason = kernels.supports(torch.float32, 64, 16, torch.device("cpu"))
+    assert reason == "kernels.triton needs an NVIDIA GPU, the cache is on cpu"
 
 
 class DecodeLoop:
