@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import cover
 from oracles.cache_layers import Stream, assert_same_state, assert_same_view, copy_to, fill, make_layer
 
 from dmc import Engine, SamplingParams
@@ -47,7 +48,14 @@ def gates_of(settings: dict | None) -> CompressionConfig | None:
     return None if settings is None else CompressionConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", GATES, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"window_size": 12, "delay": 0}, {"window_size": None, "delay": 4}, {"action": "drop", "delay": 4}),
+        *(pytest.param(GATES[index], marks=pytest.mark.slow) for index in (0, 1, 3, 4, 6)),
+    ],
+    ids=str,
+)
 def test_a_stream_leaves_the_state_of_the_reference(
     settings: dict | None, place: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,8 +78,9 @@ def test_a_stream_leaves_the_state_of_the_reference(
     assert not expected.lengths[1].any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"delay": 4}, {"window_size": None}], ids=str)
-@pytest.mark.parametrize("broken", ["key", "value", "omega"])
+@pytest.mark.parametrize(
+    ("broken", "settings"), [("key", {}), ("value", {"delay": 4}), ("omega", {"window_size": None})], ids=str
+)
 def test_a_number_that_is_not_finite_reaches_its_own_slot_alone(
     broken: str, settings: dict, place: tuple[str, torch.dtype]
 ) -> None:
@@ -151,12 +160,13 @@ def decode_case(
     return [query, layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths], recent
 
 
-@pytest.mark.parametrize("return_scores", [False, True])
-@pytest.mark.parametrize("delay", [0, 4])
-@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (4, 24, 32), (3, 64, 128)])
+@pytest.mark.parametrize(
+    ("sizes", "delay", "return_scores"), cover(((1, 16, 16), (4, 24, 32), (3, 64, 128)), (0, 4), (False, True)), ids=str
+)
 def test_decode_equals_the_reference_at_every_page_boundary(
-    place: tuple[str, torch.dtype], group: int, head_dim: int, block_size: int, delay: int, return_scores: bool
+    place: tuple[str, torch.dtype], sizes: tuple[int, int, int], delay: int, return_scores: bool
 ) -> None:
+    group, head_dim, block_size = sizes
     lengths = [[0, 1], [block_size - 1, block_size], [block_size + 1, 2 * block_size]]
     tensors, recent = decode_case(place, lengths, group=group, head_dim=head_dim, delay=delay, block_size=block_size)
     options = {"recent": recent, "return_scores": return_scores}
@@ -294,8 +304,8 @@ def test_layers_with_a_window_generate_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_stock: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
 ) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
-    model, prompts = make_stock("ministral", **kinds).to(place[0]), make_prompts(18, 27)
-    params = SamplingParams(max_new_tokens=5, temperature=0)
+    model, prompts = make_stock("ministral", **kinds).to(place[0]), make_prompts(18, 23)
+    params = SamplingParams(max_new_tokens=3, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
     engine = Engine(model, kernels="triton", prefill_chunk_size=8)
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]

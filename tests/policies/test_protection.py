@@ -44,13 +44,7 @@ def positions_by_head(session):
     return [set(head.tolist()) for layer in session.positions_held() for head in layer]
 
 
-UNLIKE = ("h2o", "snapkv", "lava", "d2o", "kvzip")
-"""Token by token, at the end of a prompt, with layers that share, merging, with a prompt that is read again."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in EVICTING]
-)
+@pytest.mark.parametrize("name", EVICTING)
 @pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
 def test_bounds_of_turns_and_instructions_stay_in_equal_memory(name, make_stock, make_prompts):
     model, mark = make_stock(), 79

@@ -14,10 +14,6 @@ from dmc.policies.reading import top_positions
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 
 
-UNLIKE = ("OmniKV, offload", "Quest", "InfLLM")
-METHODS = [pytest.param(method, marks=() if method in UNLIKE else pytest.mark.slow) for method in READING]
-
-
 @pytest.mark.parametrize("method", READING)
 def test_a_method_does_something_and_drops_nothing(method, make_stock, make_prompts):
     model, policy = make_stock(num_layers=layers_of(method)), READING[method]
@@ -58,7 +54,7 @@ def test_entries_that_are_left_unread_are_counted(make_stock, make_prompts):
     assert count(infllm, 2) == 2 * unread
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READING)
 def test_a_conversation_is_the_same_after_it_was_evicted(method, make_stock, make_prompts):
     model, policy = make_stock(num_layers=layers_of(method)), READING[method]
     turns, (other,) = make_prompts(30, 9, 17), make_prompts(10, seed=3)
@@ -82,7 +78,7 @@ def test_a_conversation_is_the_same_after_it_was_evicted(method, make_stock, mak
     assert any(generation.stats.num_preemptions for generation in evicted)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READING)
 def test_every_backend_reads_the_same(method, make_stock, make_prompts):
     model, policy = make_stock(num_layers=layers_of(method)), READING[method]
     prompts, continuations = make_prompts(45, 20), make_prompts(6, 9, seed=2)
