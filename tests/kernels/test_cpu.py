@@ -47,7 +47,6 @@ def build_and_attend() -> None:
     sys.exit(0 if compiled_code_attends() else 1)
 
 
-@pytest.mark.slow
 def test_processes_that_build_at_the_same_time_do_not_disturb_each_other(
     nothing_built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

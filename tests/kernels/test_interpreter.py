@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
 TESTS = Path(__file__).parents[1]
 FILES = ["kernels/test_triton.py", "kernels/test_evict.py", "models/test_masked_attention.py"]
-QUICK, SLOW = 30, 40
+QUICK, SLOW = 50, 30
 """Tests that each tier has at least."""
 
 

@@ -59,7 +59,6 @@ def test_two_ranks_give_the_tokens_of_one(family, changes, gates, make_stock, ma
         assert found == {key: value for key, value in alone.items() if key != "logprobs"}
 
 
-@pytest.mark.slow
 def test_two_ranks_share_prefixes_and_forks_alike(make_compressed, make_prompts, tmp_path):
     model, (prefix,) = make_compressed(gates={"delay": 4}), make_prompts(70)
     model.save_pretrained(tmp_path / "model")
@@ -89,7 +88,6 @@ def test_two_ranks_carry_a_cache_together_or_not_at_all(make_compressed, make_pr
         Engine(model).load(cache)
 
 
-@pytest.mark.slow
 def test_pools_of_two_ranks_do_not_grow_for_prefixes(make_compressed, make_prompts, tmp_path):
     make_compressed().save_pretrained(tmp_path / "model")
     arguments = (tmp_path / "model", make_prompts(*[400] * 40), tmp_path / "out")
@@ -169,7 +167,7 @@ def test_loading_a_shard_alone_says_how_to_start(tmp_path):
 
 @pytest.mark.parametrize(
     ("gates", "noise"),
-    [({"delay": 4}, 0.0), pytest.param({}, 0.05, marks=pytest.mark.slow)],
+    [({"delay": 4}, 0.0), ({}, 0.05)],
     ids=["delay 4", "ranks that differ"],
 )
 def test_two_ranks_replay_recorded_steps_with_the_tokens_of_one(gates, noise, make_compressed, tmp_path):

@@ -29,18 +29,7 @@ SHORT_ANSWER = SamplingParams(max_new_tokens=3, temperature=0)
 LENGTHS = (30, 7, 21)
 
 
-UNLIKE = ("StreamingLLM", "H2O", "CaM", "LAVa")
-"""Turns keys, decides token by token, spreads what goes, shares among layers."""
-
-
-def name_of(policy):
-    return type(policy).__name__ + ", protected" * bool(policy.protect)
-
-
-@pytest.fixture(
-    params=[pytest.param(policy, marks=() if name_of(policy) in UNLIKE else pytest.mark.slow) for policy in POLICIES],
-    ids=name_of,
-)
+@pytest.fixture(params=POLICIES, ids=lambda policy: type(policy).__name__ + ", protected" * bool(policy.protect))
 def policy(request):
     return request.param
 
