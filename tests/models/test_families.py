@@ -143,8 +143,8 @@ UNLIKE = ("glm4_moe", "ministral3", "qwen3_next", "gpt_oss")
 )
 def test_a_family_of_each_convention_is_served_under_load(family):
     """Little memory: sequences are preempted, forked, and share what they begin with."""
-    model, prompts = compressed_of(family, delay=3), [texts(40)[0] + rest for rest in texts(5, 14)]
-    params = [SamplingParams(max_new_tokens=16, seed=number, n=2, ignore_eos=True) for number in range(2)]
+    model, prompts = compressed_of(family, delay=3), [texts(40)[0] + rest for rest in texts(5, 9, 14)]
+    params = [SamplingParams(max_new_tokens=16, seed=number, n=2, ignore_eos=True) for number in range(3)]
     alone = [Engine(model).generate([prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     room = 2 * 2 * 5 * Engine(model).cache.block_bytes  # two layers of two heads, the longest text uncompressed
     engine = Engine(model, memory=room, prefill_chunk_size=16, prefix_cache=True)
