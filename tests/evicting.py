@@ -8,6 +8,8 @@ SURE = {"expectation": True}
 """Option of CaM, whose draws are its own."""
 METHODS = ["LocalWindow", "StreamingLLM", "H2O", "TOVA", "VATP", "RoCo", "SnapKV", "PyramidKV", "AdaKV", "CAKE", "LAVa"]
 METHODS += ["D2O", "ExpectedAttention", "KVzip", "AttentionMatching"]
+BUDGETS = ({"ratio": 4}, {"tokens": 24})
+"""As the oracles take them."""
 
 
 def write_scorer(file, num_layers=2, kv_heads=2, window=4, state_size=3, width=5, seed=0):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from covering import cover
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,9 +51,9 @@ def test_worked_examples_are_exact(values, alpha, omega, window_size, expected):
     torch.testing.assert_close(out[0, 0, :, 0], torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("window_size", [*WINDOWS, 33])
-@pytest.mark.parametrize("time", [1, 2, 65, 200])
+@pytest.mark.parametrize(
+    ("time", "window_size", "hard"), cover((1, 2, 65, 200), (*WINDOWS, 33), (False, True)), ids=str
+)
 def test_values_and_gradients_are_those_of_the_definition(time, window_size, hard):
     leaves = draw(time, hard)
     out = accumulate(*leaves, window_size)

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from covering import cover
 from oracles.backends import backends_here
 from oracles.cache_layers import Stream, fill, make_layer
 from torch import Tensor
@@ -47,9 +48,9 @@ def assert_agree(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("block", "group", "dtype"), cover((16, 32, 64, 128), (1, 2, 4, 8), (torch.float32, torch.bfloat16)), ids=str
+)
 def test_paged_attention_agrees_for_ragged_heads(
     backend: ModuleType, block: int, group: int, dtype: torch.dtype
 ) -> None:
@@ -122,10 +123,17 @@ def test_long_heads_agree_when_threads_share_them(backend: ModuleType) -> None:
     assert_agree(scores, expected_scores, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("delay", [0, 1, 16])
-@pytest.mark.parametrize(("num_new", "group"), [((1, 1), 2), ((5, 1), 1), ((3, 70), 2), ((70, 70), 8)], ids=str)
-@pytest.mark.parametrize("with_top", [False, True])
+@pytest.mark.parametrize(
+    ("with_top", "num_new", "group", "delay", "dtype"),
+    cover(
+        (False, True),
+        ((1, 1), (5, 1), (3, 70), (70, 70)),
+        (1, 2, 8),
+        (0, 1, 16),
+        (torch.float32, torch.bfloat16),
+    ),
+    ids=str,
+)
 def test_prefill_attention_agrees(
     backend: ModuleType, with_top: bool, num_new: tuple[int, int], group: int, delay: int, dtype: torch.dtype
 ) -> None:
@@ -183,11 +191,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish(backend: ModuleType) -> No
 
 
 ROWS, HEADS, TIME = 3, 2, 37
-GATES = [
-    None,
-    *({"window_size": window, "delay": delay} for window in (None, 1, 3, 12) for delay in (0, 1, 4, 16)),
-    *({"action": "drop", "delay": delay} for delay in (1, 4, 16)),
-]
+DROP = [{"action": "drop", "delay": delay} for delay in (1, 4, 16)]
 
 
 def small_layer(config: CompressionConfig | None, dtype: torch.dtype, block: int) -> LayerCache:
@@ -233,8 +237,20 @@ def assert_same_seen(seen: VisibleKeys, expected: VisibleKeys, dtype: torch.dtyp
         assert torch.equal(seen.recent.value[exists], expected.recent.value[exists])
 
 
-@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 32)], ids=str)
-@pytest.mark.parametrize("gates", GATES, ids=str)
+@pytest.mark.parametrize(
+    ("gates", "dtype", "block"),
+    [
+        *((settings, dtype, 16) for settings, dtype in ((None, torch.bfloat16), (DROP[0], torch.float32))),
+        *((settings, dtype, 32) for settings, dtype in ((DROP[1], torch.bfloat16), (DROP[2], torch.float32))),
+        *(
+            ({"window_size": window, "delay": delay}, dtype, block)
+            for window, delay, dtype, block in cover(
+                (None, 1, 3, 12), (0, 1, 4, 16), (torch.float32, torch.bfloat16), (16, 32)
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_single_tokens_leave_the_same_state(
     backend: ModuleType, gates: dict | None, dtype: torch.dtype, block: int
 ) -> None:
@@ -271,9 +287,11 @@ def test_ragged_pieces_between_single_tokens_leave_the_same_state(backend: Modul
         begins = ends
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("counts", [(1, 1), (16, 3), (90, 127), (200, 200)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "group", "dtype"),
+    cover(((1, 1), (16, 3), (90, 127), (200, 200)), (1, 3), (torch.float32, torch.bfloat16)),
+    ids=str,
+)
 def test_slots_receive_the_column_sums_of_the_attention_matrix(
     counts: tuple[int, int], group: int, dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import cover
 from oracles.backends import backends_here
 from oracles.cache_layers import copy_to, fill, make_layer
 
@@ -30,9 +31,11 @@ def slots_of(layer: LayerCache, row: int, head: int) -> list[tuple[Any, ...]]:
     return [tuple(pages[place].tolist() for pages in layer.slot_pages) for place in places]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.95, 1.0])
-@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1], [1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "share"),
+    cover((torch.float32, torch.bfloat16), ([0, 1, 2], [2, 1], [1]), (0.0, 0.3, 0.95, 1.0)),
+    ids=str,
+)
 def test_slots_that_stay_keep_their_order_and_blocks_come_back(
     backend: ModuleType, dtype: torch.dtype, rows: list[int], share: float
 ) -> None:

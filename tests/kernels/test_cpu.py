@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import cover
 
 from dmc.kernels import cpu, cpu_build, load_backend, reference
 
@@ -158,9 +159,11 @@ def test_the_cpu_backend_is_picked_for_the_cpu() -> None:
     assert "not on cuda" in str(cpu.supports(torch.float32, 64, 16, torch.device("cuda")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inputs", [32, 96, 100])
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "dtype"),
+    cover((0, 1, 2, 7, 8, 9, 16, 17), (32, 96, 100), (torch.float32, torch.bfloat16)),
+    ids=str,
+)
 def test_linear_layers_compute_what_torch_computes(rows: int, inputs: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, rows, inputs, generator=generator).to(dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import cover
 from oracles.cache_layers import Stream, fill, make_layer
 
 from dmc.compression import CompressionConfig
@@ -115,9 +116,7 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     flash._library.cache_clear()
 
 
-@pytest.mark.parametrize("delay", [0, 4])
-@pytest.mark.parametrize("rows", [None, [2, 0]])
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("group", "rows", "delay"), cover((1, 4), (None, [2, 0]), (0, 4)), ids=str)
 def test_heads_folded_into_the_batch_give_the_reference(
     flash_attn: str, group: int, rows: list[int] | None, delay: int
 ) -> None:

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from covering import cover
 from oracles.cache_layers import THETA, make_layer, rotary_tables
 from oracles.step_by_step import HeadOracle
 
@@ -162,16 +163,18 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=list(PIECES))
 @pytest.mark.parametrize(
-    "gates",
-    [{"window_size": window, "delay": delay} for window in (1, 3, 12, None) for delay in (0, 1, 4, 16)]
-    + [{"action": "drop", "delay": delay} for delay in (1, 4, 16)],
-    ids=str,
+    ("action", "window_size", "delay", "pieces"),
+    [
+        *(("merge", *row) for row in cover((1, 3, 12, None), (0, 1, 4, 16), tuple(PIECES))),
+        *(("drop", 12, *row) for row in ((1, "ragged"), (4, "uneven"), (4, "one by one"), (16, "whole"))),
+    ],
 )
-def test_pages_hold_what_the_oracle_holds_after_every_piece(gates: dict, pieces: list[tuple[int, int]]) -> None:
-    stream = Stream(CompressionConfig(**gates))
-    for counts in pieces:
+def test_pages_hold_what_the_oracle_holds_after_every_piece(
+    action: str, window_size: int | None, delay: int, pieces: str
+) -> None:
+    stream = Stream(CompressionConfig(action=action, window_size=window_size, delay=delay))
+    for counts in PIECES[pieces]:
         ends = [end + count for end, count in zip(stream.ends, counts, strict=True)]
         stream.feed(*ends)
         if 40 in ends or ends[0] % 7 == 0 or max(counts) > 1:
@@ -194,8 +197,10 @@ def test_scores_are_the_probabilities_of_the_slots() -> None:
 
 @pytest.mark.parametrize(
     "gates",
-    [{"delay": delay, "window_size": window} for delay in (0, 5) for window in (12, None)]
-    + [{"action": "drop", "delay": 5}],
+    [
+        *({"delay": 0}, {"delay": 5, "window_size": None}, {"action": "drop", "delay": 5}),
+        *(pytest.param(gates, marks=pytest.mark.slow) for gates in ({"delay": 5}, {"window_size": None})),
+    ],
     ids=str,
 )
 def test_a_piece_attends_as_its_tokens_one_by_one(gates: dict) -> None:

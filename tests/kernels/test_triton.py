@@ -1,21 +1,18 @@
 """The Triton kernels against the reference: in float32 by Triton's interpreter on a CPU, in 16 bit too on a GPU.
 
-The interpreter has to be chosen before triton is imported, so those tests run in processes of their own, which
-`test_interpreted_kernels_equal_the_reference` starts.
+The interpreter has to be chosen before triton is imported: `test_interpreter.py` starts a process with those tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import cover
 from oracles.cache_layers import Stream, assert_same_state, assert_same_view, copy_to, fill, make_layer
 
 from dmc import Engine, SamplingParams
@@ -51,7 +48,14 @@ def gates_of(settings: dict | None) -> CompressionConfig | None:
     return None if settings is None else CompressionConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", GATES, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"window_size": 12, "delay": 0}, {"window_size": None, "delay": 4}, {"action": "drop", "delay": 4}),
+        *(pytest.param(GATES[index], marks=pytest.mark.slow) for index in (0, 1, 3, 4, 6)),
+    ],
+    ids=str,
+)
 def test_a_stream_leaves_the_state_of_the_reference(
     settings: dict | None, place: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,8 +78,9 @@ def test_a_stream_leaves_the_state_of_the_reference(
     assert not expected.lengths[1].any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"delay": 4}, {"window_size": None}], ids=str)
-@pytest.mark.parametrize("broken", ["key", "value", "omega"])
+@pytest.mark.parametrize(
+    ("broken", "settings"), [("key", {}), ("value", {"delay": 4}), ("omega", {"window_size": None})], ids=str
+)
 def test_a_number_that_is_not_finite_reaches_its_own_slot_alone(
     broken: str, settings: dict, place: tuple[str, torch.dtype]
 ) -> None:
@@ -155,12 +160,13 @@ def decode_case(
     return [query, layer.key_pages, layer.value_pages, layer.block_tables, layer.lengths], recent
 
 
-@pytest.mark.parametrize("return_scores", [False, True])
-@pytest.mark.parametrize("delay", [0, 4])
-@pytest.mark.parametrize(("group", "head_dim", "block_size"), [(1, 16, 16), (4, 24, 32), (3, 64, 128)])
+@pytest.mark.parametrize(
+    ("sizes", "delay", "return_scores"), cover(((1, 16, 16), (4, 24, 32), (3, 64, 128)), (0, 4), (False, True)), ids=str
+)
 def test_decode_equals_the_reference_at_every_page_boundary(
-    place: tuple[str, torch.dtype], group: int, head_dim: int, block_size: int, delay: int, return_scores: bool
+    place: tuple[str, torch.dtype], sizes: tuple[int, int, int], delay: int, return_scores: bool
 ) -> None:
+    group, head_dim, block_size = sizes
     lengths = [[0, 1], [block_size - 1, block_size], [block_size + 1, 2 * block_size]]
     tensors, recent = decode_case(place, lengths, group=group, head_dim=head_dim, delay=delay, block_size=block_size)
     options = {"recent": recent, "return_scores": return_scores}
@@ -298,8 +304,8 @@ def test_layers_with_a_window_generate_the_tokens_of_the_reference(
     place: tuple[str, torch.dtype], make_stock: Callable[..., Any], make_prompts: Callable[..., list[list[int]]]
 ) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
-    model, prompts = make_stock("ministral", **kinds).to(place[0]), make_prompts(18, 27)
-    params = SamplingParams(max_new_tokens=5, temperature=0)
+    model, prompts = make_stock("ministral", **kinds).to(place[0]), make_prompts(18, 23)
+    params = SamplingParams(max_new_tokens=3, temperature=0)
     expected = Engine(model, kernels="reference").generate(prompts, params)
     engine = Engine(model, kernels="triton", prefill_chunk_size=8)
     assert [each.token_ids for each in engine.generate(prompts, params)] == [each.token_ids for each in expected]
@@ -327,31 +333,10 @@ def test_what_the_kernels_cannot_serve_is_said(place: tuple[str, torch.dtype]) -
         assert kernels.supports(torch.bfloat16, 64, 16, torch.device(device)).endswith("use float32")
 
 
-if not INTERPRETED:
-
-    def test_interpreted_kernels_equal_the_reference() -> None:
-        files = [__file__, str(Path(__file__).with_name("test_evict.py"))]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *files,
-            "-k",
-            "triton",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).parents[2]
-        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
-        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-
-    def test_a_cpu_without_the_interpreter_is_not_supported() -> None:
-        reason = kernels.supports(torch.float32, 64, 16, torch.device("cpu"))
-        assert reason == "kernels.triton needs an NVIDIA GPU, the cache is on cpu"
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_a_cpu_without_the_interpreter_is_not_supported() -> None:
+    reason = kernels.supports(torch.float32, 64, 16, torch.device("cpu"))
+    assert reason == "kernels.triton needs an NVIDIA GPU, the cache is on cpu"
 
 
 class DecodeLoop:

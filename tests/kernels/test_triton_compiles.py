@@ -27,11 +27,16 @@ MEASURED = {90: ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "names"),
     [
-        (90, torch.bfloat16, 128, ""),
-        (86, torch.float32, 64, ""),
-        (80, torch.bfloat16, 128, "attend|enter_chunk|forward|query_gradient|key_gradient"),
         (89, torch.bfloat16, 128, "attend|prefill"),
-        (86, torch.float32, 128, "attend|prefill|enter_chunk"),  # the least shared memory, the widest tiles
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (90, torch.bfloat16, 128, ""),
+                (86, torch.float32, 64, ""),
+                (80, torch.bfloat16, 128, "attend|enter_chunk|forward|query_gradient|key_gradient"),
+                (86, torch.float32, 128, "attend|prefill|enter_chunk"),  # the least shared memory, the widest tiles
+            )
+        ),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@ import re
 
 import pytest
 import torch
+from covering import cover
 from oracles.megatron import Weights, write
 from scripts_here import run_script
 
@@ -22,11 +23,11 @@ def tensors_of(content):
     return {name: value for name, value in content["model"].items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("gates", [{}, {"dmc_init_val": None}], ids=["gates", "stock"])
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("weights", [Weights(groups=4), Weights(groups=4, tied=True)], ids=["untied", "tied"])
-def test_shards_come_back_bit_by_bit(weights, tensor_size, gates, tmp_path):
-    source = write(weights, tmp_path / "source", sizes=(tensor_size, 1), **gates)
+@pytest.mark.parametrize(
+    ("tied", "tensor_size", "gates"), cover((False, True), (1, 2, 4), ({}, {"dmc_init_val": None})), ids=str
+)
+def test_shards_come_back_bit_by_bit(tied, tensor_size, gates, tmp_path):
+    source = write(Weights(groups=4, tied=tied), tmp_path / "source", sizes=(tensor_size, 1), **gates)
     folder = import_checkpoint(source, tmp_path / "folder", vocab_size=VOCAB_SIZE)
     back = export_checkpoint(folder, tmp_path / "back", tensor_size=tensor_size, vocab_multiple=24 // tensor_size)
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -44,8 +45,7 @@ def test_shards_come_back_bit_by_bit(weights, tensor_size, gates, tmp_path):
         assert {name: written.get(name) for name in known} == known
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize("family", ["stock", "compressed"])
+@pytest.mark.parametrize(("family", "tensor_size"), [("stock", 2), ("compressed", 1), ("compressed", 2)])
 def test_folder_comes_back_with_the_same_weights_gates_and_logits(family, tensor_size, make_stock, tmp_path):
     model = make_stock()
     if family == "compressed":

@@ -1,5 +1,6 @@
 import argparse
 import enum
+import itertools
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import cover
 from oracles.megatron import ShardedOracle, Weights, write
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -19,6 +21,7 @@ from dmc.megatron import import_checkpoint
 
 TOLERANCE = 1e-4
 SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+DIALECTS = ("transformer_engine", "local", "legacy")
 TOKENS = torch.randint(21, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 MULTI_HEAD = Weights(groups=4)
 GROUPED = Weights(groups=2)
@@ -34,10 +37,11 @@ def weights_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("groups", "sizes"), [(4, sizes) for sizes in SIZES] + [(2, sizes) for sizes in SIZES if sizes[0] <= 2], ids=str
+    ("sizes", "groups", "window"),
+    cover(SIZES, (4, 2), (3, 0), allowed=lambda sizes, groups, _: sizes[0] <= groups),
+    ids=str,
 )
-@pytest.mark.parametrize("window", [3, 0])
-def test_import_gives_the_logits_of_the_shards_run_token_by_token(groups, sizes, window, tmp_path):
+def test_import_gives_the_logits_of_the_shards_run_token_by_token(sizes, groups, window, tmp_path):
     source = write(Weights(groups=groups), tmp_path / "source", sizes=sizes, dmc_window_size=window)
     oracle = ShardedOracle(source, sizes)
     expected = oracle.run(TOKENS, 21)
@@ -65,8 +69,7 @@ def test_constants_of_the_published_models_give_their_logits_too(tmp_path):
     torch.testing.assert_close(logits_of(model, tokens), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("sizes", "tied"), [((2, 2), False), ((1, 1), True), ((2, 2), True)], ids=str)
 def test_checkpoint_without_gates_is_a_stock_llama(sizes, tied, tmp_path):
     source = write(Weights(tied=tied), tmp_path / "source", sizes=sizes, dmc_init_val=None)
     model = load_model(import_checkpoint(source, tmp_path / "out", vocab_size=21))
@@ -75,8 +78,9 @@ def test_checkpoint_without_gates_is_a_stock_llama(sizes, tied, tmp_path):
     torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dialect", ["transformer_engine", "local", "legacy"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dialect"), [*zip(SIZES, itertools.cycle(DIALECTS), strict=False), (SIZES[-1], "legacy")], ids=str
+)
 def test_neither_the_cut_nor_the_spelling_changes_what_is_imported(sizes, dialect, tmp_path):
     uncut = import_checkpoint(write(MULTI_HEAD, tmp_path / "whole"), tmp_path / "one", vocab_size=21)
     source = write(MULTI_HEAD, tmp_path / "source", sizes=sizes, dialect=dialect)

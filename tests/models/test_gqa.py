@@ -16,8 +16,7 @@ def log_probs(model, tokens):
         return model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_heads"), zip(FAMILIES, (1, 2, 1, 2), strict=True))
 def test_heads_that_are_equal_within_their_group_change_nothing(family, num_heads, make_stock, make_prompts):
     model, tokens = make_stock(family, group=1), make_prompts(30)[0]
     with torch.no_grad():

@@ -1,11 +1,9 @@
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from covering import cover
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
@@ -28,7 +26,7 @@ from dmc.models.masked_attention import (
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SCALING = 0.3
 NAMES = ("query", "recent_key", "recent_value", "stream_key", "stream_value", "log_keep", "sinks")
-FORMS = [(0, True), *[(delay, keep_top) for delay in (1, 4, 16, 64, 300) for keep_top in (True, False)]]
+DELAYS = (0, 1, 4, 16, 64, 300)
 FEW = [(0, True), (1, False), (4, True), (16, False), (300, True)]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -110,8 +108,12 @@ def packed(time, *starts, device="cpu"):
     return Documents.from_starts(begins.to(device))
 
 
-@pytest.mark.parametrize(("delay", "keep_top"), FORMS)
-@pytest.mark.parametrize("time", [1, 5, 65, 200])
+def is_form(_, delay, keep_top):
+    """Tell whether there is such a form: what drops, drops later."""
+    return delay > 0 or keep_top
+
+
+@pytest.mark.parametrize(("time", "delay", "keep_top"), cover((1, 5, 65, 200), DELAYS, (True, False), allowed=is_form))
 def test_values_and_gradients_are_those_of_the_definition(time, delay, keep_top):
     tensors = draw(time)
     compare(tensors, attend(tensors, delay, keep_top), naive(tensors, delay, keep_top))
@@ -120,7 +122,7 @@ def test_values_and_gradients_are_those_of_the_definition(time, delay, keep_top)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (4, 1), (6, 2)])
-@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (4, True), (4, False)])
+@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (4, False)])
 def test_query_heads_share_the_kv_head_of_their_group(heads, kv_heads, delay, keep_top):
     tensors = draw(33, heads=heads, kv_heads=kv_heads)
     compare(tensors, attend(tensors, delay, keep_top), naive(tensors, delay, keep_top))
@@ -139,8 +141,9 @@ def test_hidden_padding_is_seen_by_nobody(delay, keep_top):
     torch.testing.assert_close(out[:1, :, 23:], attend(shorter, delay, keep_top))
 
 
-@pytest.mark.parametrize(("delay", "keep_top"), FORMS)
-@pytest.mark.parametrize("scores", [1 << 19, 1 << 10])
+@pytest.mark.parametrize(
+    ("scores", "delay", "keep_top"), cover((1 << 19, 1 << 10), DELAYS, (True, False), allowed=is_form)
+)
 def test_queries_see_their_own_document_alone(monkeypatch, scores, delay, keep_top):
     monkeypatch.setitem(blocked._SCORES, "cpu", scores)  # heads in one slice, or in many
     tensors = draw(150)
@@ -385,7 +388,7 @@ def test_what_does_not_belong_together_is_refused():
 def interpreter(monkeypatch):
     """Run Triton's kernels on a CPU, in tiles of 16 x 16 that short sequences cross."""
     if not INTERPRETED:
-        pytest.skip("runs in the process that test_interpreted_kernels_are_those_of_the_definition starts")
+        pytest.skip("runs in a process that tests/kernels/test_interpreter.py starts")
     monkeypatch.setattr(fused, "tile", lambda *_: (16, 16, 4, 1))
     with as_on("cuda"):
         yield
@@ -396,12 +399,18 @@ ON_GPU = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ON_GPU, ids=str)
-@pytest.mark.parametrize("channels", [64, 80, 128, 256])
-@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (16, True), (100, True), (16, False)])
-@pytest.mark.parametrize("others", ["", "documents, padding", "documents, padding, sinks"])
-def test_a_gpu_computes_the_definition(dtype, channels, delay, keep_top, others):
-    time, options, precise_options = 150, {}, {}
+@pytest.mark.parametrize(
+    ("dtype", "channels", "form", "others"),
+    cover(
+        tuple(ON_GPU),
+        (64, 80, 128, 256),
+        ((0, True), (16, True), (100, True), (16, False)),
+        ("", "documents, padding", "documents, padding, sinks"),
+    ),
+    ids=str,
+)
+def test_a_gpu_computes_the_definition(dtype, channels, form, others):
+    (delay, keep_top), time, options, precise_options = form, 150, {}, {}
     tensors = draw(time, dtype=dtype, channels=channels)
     placed = [tensor.detach().cuda().requires_grad_() for tensor in tensors]
     precise = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -426,59 +435,72 @@ def test_a_gpu_computes_the_definition(dtype, channels, delay, keep_top, others)
         assert worst <= ON_GPU[dtype], (name, worst)
 
 
+LENGTH = 37
+"""Of interpreted sequences: two tiles and a part of one."""
 CASES = {
-    "merge": (0, True, False, {}),
-    "merge, delayed": (5, True, False, {}),
-    "merge, delayed by more than a block": (37, True, False, {}),
-    "merge, delayed by more than the sequence": (300, True, False, {}),
-    "drop": (1, False, True, {}),
-    "drop later": (20, False, True, {}),
-    "one key": (0, True, False, {"time": 1}),
-    "no head shares": (5, True, False, {"time": 33, "kv_heads": 2}),
-    "channels": (5, True, False, {"time": 20, "channels": 16}),
+    "merge, divided": (0, True, "documents, padding", {"batch": 2}),
+    "merge, delayed": (5, True, "padding, sinks", {}),
+    "merge, delayed by more than a block": (20, True, "documents", {}),
+    "merge, delayed by more than the sequence": (300, True, "", {"heads": 4, "kv_heads": 2}),
+    "drop": (1, False, "sinks", {}),
+    "drop later": (20, False, "documents, padding, sinks", {}),
+    "one key": (0, True, "", {"time": 1}),
+    "no head shares": (5, True, "", {"time": 20, "kv_heads": 2}),
+    "channels": (5, True, "", {"time": 20, "channels": 16}),
 }
+INTERPRETED_FORMS = [(0, True), (5, True), (20, True), (300, True), (1, False), (20, False)]
+OTHERS = ("", "sinks", "padding", "documents, padding, sinks")
+
+
+def compare_kernels(delay, keep_top, others, changes):
+    tensors = draw(**{"time": LENGTH, "batch": 1, "heads": 2, "kv_heads": 1, "dtype": torch.float32} | changes)
+    rows, time = tensors[0].shape[0], tensors[0].shape[2]
+    options, wanted = {}, {}
+    if "documents" in others:
+        options["documents"] = packed(time, *([16, 17, 30], [21])[:rows])
+        wanted["first"] = options["documents"].first
+    if "padding" in others:
+        options["hidden"] = wanted["hidden"] = torch.zeros(rows, time, dtype=torch.bool)
+        options["hidden"][0, 12:17] = options["hidden"][rows - 1, :9] = True
+        with torch.no_grad():
+            tensors[-1][..., ::4] = -math.inf
+    leaves = [*tensors]
+    if "sinks" in others:
+        options["sinks"] = wanted["sinks"] = torch.tensor([1.5, -2.0], requires_grad=True)
+        leaves.append(options["sinks"])
+    out = delayed_masked_attention(*tensors, SCALING, delay=delay, keep_top=keep_top, **options)
+    compare(leaves, out, naive(tensors, delay, keep_top, **wanted))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_those_of_the_definition(interpreter, case):
-    delay, keep_top, is_one, shape = CASES[case]
-    tensors = draw(**{"time": 53, "batch": 1, "heads": 2, "kv_heads": 1, "dtype": torch.float32} | shape)
-    call, definition = (attend_to_one_stream, naive_of_one_stream) if is_one else (attend, naive)
-    compare(tensors, call(tensors, delay, keep_top), definition(tensors, delay, keep_top))
+    compare_kernels(*CASES[case])
 
 
-@pytest.mark.parametrize(("delay", "keep_top"), [(0, True), (5, True), (37, True), (20, False)])
-def test_kernels_divide_documents_and_leave_out_padding(interpreter, delay, keep_top):
-    tensors = draw(53, dtype=torch.float32, heads=2, kv_heads=1)
-    documents, hidden = packed(53, (16, 17, 40), (21,)), torch.zeros(2, 53, dtype=torch.bool)
-    hidden[0, 12:17] = hidden[1, :30] = True
-    with torch.no_grad():
-        tensors[-1][..., ::4] = -math.inf
-    for options in ({"documents": documents}, {"hidden": hidden}, {"documents": documents, "hidden": hidden}):
-        out = attend(tensors, delay, keep_top, **options)
-        first = documents.first if "documents" in options else None
-        compare(tensors, out, naive(tensors, delay, keep_top, options.get("hidden"), first))
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "others"), cover(INTERPRETED_FORMS, OTHERS), ids=str)
+def test_kernels_are_those_of_the_definition_in_every_form(interpreter, form, others):
+    compare_kernels(*form, others, {})
 
 
-@pytest.mark.parametrize(("delay", "keep_top"), [(5, True), (20, False)])
-def test_kernels_count_sinks(interpreter, delay, keep_top):
-    tensors = draw(53, dtype=torch.float32, heads=2, kv_heads=1)
-    sinks, hidden = torch.tensor([1.5, -2.0], requires_grad=True), torch.zeros(2, 53, dtype=torch.bool)
-    hidden[1, :30] = True
-    found = attend(tensors, delay, keep_top, hidden=hidden, sinks=sinks)
-    compare([*tensors, sinks], found, naive(tensors, delay, keep_top, hidden, sinks=sinks))
+def test_kernels_take_the_raw_keys_from_the_stream(interpreter):
+    tensors = draw(LENGTH, batch=1, heads=2, kv_heads=1, dtype=torch.float32)
+    compare(tensors, attend_to_one_stream(tensors, 5, False), naive_of_one_stream(tensors, 5, False))
 
 
-@pytest.mark.parametrize("window", [1, 21])
+@pytest.mark.parametrize("window", [21, pytest.param(1, marks=pytest.mark.slow)])
 def test_kernels_walk_a_window(interpreter, window):
-    tensors, sinks = draw(53, dtype=torch.float32, heads=2, kv_heads=1), torch.tensor([1.5, -2.0], requires_grad=True)
-    documents, hidden = packed(53, (16, 17, 45), (21,)), torch.zeros(2, 53, dtype=torch.bool)
-    hidden[0, 12:40] = hidden[1, :30] = True
+    tensors, sinks = draw(53, dtype=torch.float32, heads=2, kv_heads=1, batch=1), torch.tensor([1.5, -2.0])
+    documents, hidden = packed(53, (16, 17, 45)), torch.zeros(1, 53, dtype=torch.bool)
+    hidden[0, 12:14] = True
     states = tensors[0], *tensors[3:5]
-    compare(tensors, window_attention(*states, SCALING, window), in_window(tensors, window))
-    found = window_attention(*states, SCALING, window, documents=documents, hidden=hidden, sinks=sinks)
+    sinks.requires_grad_()
+    options = {"documents": documents, "hidden": hidden, "sinks": sinks}
+    found = window_attention(*states, SCALING, window, **options)
     expected = in_window(tensors, window, hidden=hidden, first=documents.first, sinks=sinks)
     compare([*tensors, sinks], found, expected)
+    found = window_attention(*states, SCALING, window)
+    compare(tensors, found, in_window(tensors, window))
 
 
 def test_kernels_multiply_no_block_beyond_a_window(interpreter, monkeypatch):
@@ -493,19 +515,8 @@ def test_kernels_multiply_no_block_beyond_a_window(interpreter, monkeypatch):
 
 
 def test_kernels_need_no_bias(interpreter):
-    tensors = draw(53, dtype=torch.float32, batch=1, heads=2, kv_heads=1)
-    documents = packed(53, (16, 40))
+    tensors = draw(LENGTH, dtype=torch.float32, batch=1, heads=2, kv_heads=1)
+    documents = packed(LENGTH, (16, 30))
     out = causal_attention(tensors[0], tensors[3], tensors[4], SCALING, documents)
     expected = naive_of_one_stream([*tensors[:5], torch.zeros_like(tensors[5])], 0, True, first=documents.first)
     compare(tensors, out, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-def test_interpreted_kernels_are_those_of_the_definition():
-    pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", __file__, "-k", "kernels"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + 10} passed" in done.stdout, done.stdout

@@ -1,6 +1,7 @@
 """Rows of several lengths: padding, packed documents, and holes in a mask."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -37,20 +38,13 @@ def difference(ours, theirs):
     return (ours.double() - theirs.double()).abs().max().item()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+PADDED = [{}, {"delay": 4}, {"action": "drop", "delay": 4}, {"window_size": None}, SHARED[0], PREVIOUS, *FIXED]
+
+
 @pytest.mark.parametrize(
-    "gates",
-    [
-        {},
-        {"delay": 4},
-        {"action": "drop", "delay": 4},
-        {"window_size": None},
-        SHARED[0],
-        PREVIOUS,
-        FIXED[0],
-        FIXED[1],
-    ],
-    ids=name_of,
+    ("gates", "side"),
+    [*zip(PADDED, itertools.cycle(("left", "right")), strict=False), ({}, "right"), ({"delay": 4}, "left")],
+    ids=str,
 )
 def test_padding_leaves_real_tokens_alone(gates, side, make_compressed, make_prompts):
     model = make_compressed(gates=gates)
@@ -66,9 +60,14 @@ def test_padding_leaves_real_tokens_alone(gates, side, make_compressed, make_pro
 
 
 @pytest.mark.parametrize(
-    "gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}, SHARED[1], FIXED[0], FIXED[1]], ids=name_of
+    ("gates", "training"),
+    zip(
+        [{}, {"delay": 4}, {"action": "drop", "delay": 2}, SHARED[1], *FIXED],
+        itertools.cycle((True, False)),
+        strict=False,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("training", [False, True])
 def test_packed_documents_equal_the_documents_alone(gates, training, make_compressed, make_prompts):
     model = make_compressed(gates=gates)
     separator = 82
@@ -96,8 +95,11 @@ def test_packed_documents_equal_the_documents_alone(gates, training, make_compre
         assert difference(restarted[row, begin:end], alone) < TOLERANCE
 
 
-@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 2}], ids=name_of)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "gates"),
+    [("qwen3", {}), ("llama", {"delay": 4}), ("qwen3", {"action": "drop", "delay": 2})],
+    ids=str,
+)
 def test_teacher_control_zero_out_and_closed_gates_see_the_same_documents(family, gates, make_stock, make_prompts):
     stock = make_stock(family)
     borrowing = retrofit(copy.deepcopy(stock), CompressionConfig(**gates))

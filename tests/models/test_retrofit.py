@@ -70,8 +70,7 @@ def without_neuron(monkeypatch):
     return remove
 
 
-@pytest.mark.parametrize("neuron", [-1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "neuron"), zip(FAMILIES, (-1, 3, 3, -1), strict=True))
 def test_closed_gates_are_the_stock_model_without_the_neuron(family, neuron, make_stock, make_prompts, without_neuron):
     stock = make_stock(family)
     tokens = make_prompts(150)[0]
@@ -84,10 +83,9 @@ def test_closed_gates_are_the_stock_model_without_the_neuron(family, neuron, mak
         assert difference(scored, expected[99:]) < TOLERANCE, gates
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("delay", [0, 4])
-def test_fixed_pooling_at_ratio_one_is_the_stock_model(family, delay, make_stock, make_prompts):
-    stock, tokens = make_stock(family), make_prompts(60)[0]
+def test_fixed_pooling_at_ratio_one_is_the_stock_model(delay, make_stock, make_prompts):
+    stock, tokens = make_stock(), make_prompts(60)[0]
     expected = parallel_log_probs(stock, tokens)
     model = retrofit(copy.deepcopy(stock), CompressionConfig(**{**FIXED[0], "delay": delay, "target_ratio": 1.0}))
     for mode in (None, GateMode(noise_seeds=[1], fixed_ratio=1.0)):
@@ -127,8 +125,11 @@ def test_parallel_forward_and_engine_equal_the_step_by_step_oracle(gates, group,
     assert 0.1 < runs[-1].decisions.float().mean() < 0.9
 
 
-@pytest.mark.parametrize("gates", [{}, {"delay": 3, "window_size": 2}, {"action": "drop", "delay": 2}], ids=name_of)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "gates"),
+    zip(FAMILIES, [{}, {"delay": 3, "window_size": 2}, {"action": "drop", "delay": 2}, {"delay": 2}], strict=True),
+    ids=str,
+)
 def test_every_family_equals_the_oracle(family, gates, make_stock, make_gates, make_prompts):
     stock, settings = make_stock(family, seed=3), make_gates(neuron_index=2, **gates)
     tokens = make_prompts(30)[0]
@@ -217,8 +218,9 @@ BORROWING += [
 ]
 
 
-@pytest.mark.parametrize("gates", BORROWING, ids=name_of)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "gates"), [*zip(FAMILIES, BORROWING, strict=True), *zip(FAMILIES[::-1], BORROWING, strict=True)], ids=str
+)
 def test_zero_out_fades_from_the_stock_model_to_zeroed_rows(family, gates, make_stock, make_prompts):
     model, tokens = (
         retrofit(make_stock(family), CompressionConfig(decision_offset=CLOSED, **gates)),
@@ -292,8 +294,7 @@ def test_without_the_neurons_rows_every_decision_logit_is_minus_the_offset(famil
         assert torch.equal(after, expected), name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), zip(FAMILIES, (False, True, True, False), strict=True))
 def test_round_trip_through_a_folder(family, tied, make_compressed, make_prompts, tmp_path):
     gates = {"action": "drop", "delay": 3, "decision_offset": 0.25, "target_ratio": 6.0}
     model, tokens = make_compressed(family, gates=gates, tie_word_embeddings=tied), make_prompts(25)[0]

@@ -25,22 +25,24 @@ def answers(out):
     return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
 
 
+SERVED = {
+    "llama with biases, delayed": ("llama", {"attention_bias": True}, {"delay": 4}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "llama per layer, adapted": ("llama", {}, {"decisions": "per_layer", "gate_input": "both", "delay": 2}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS, {"delay": 2}),
+    "glm4, which turns some channels, neighbors": ("glm4", {"pad_token_id": 2}, {}),
+}
+SERVED_TOO = {
+    "qwen3 drop": ("qwen3", {}, {"action": "drop", "delay": 3}),
+    "stock mistral": ("mistral", {}, None),
+    "stock qwen3_moe": ("qwen3_moe", EXPERTS, None),
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "gates"),
-    [
-        ("llama", {"attention_bias": True}, {"delay": 4}),
-        ("qwen2", {"tie_word_embeddings": True}, {}),
-        ("qwen3", {}, {"action": "drop", "delay": 3}),
-        ("mistral", {}, None),
-        ("llama", {}, {"decisions": "per_layer", "gate_input": "both", "delay": 2}),
-        ("qwen3_moe", EXPERTS, {"delay": 2}),
-        ("qwen3_moe", EXPERTS, None),
-        ("glm4", {"pad_token_id": 2}, {}),
-    ],
-    ids=[
-        *("llama with biases, delayed", "qwen2 tied", "qwen3 drop", "stock mistral", "llama per layer, adapted"),
-        *("qwen3_moe", "stock qwen3_moe", "glm4, which turns some channels, neighbors"),
-    ],
+    [*SERVED.values(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SERVED_TOO.values())],
+    ids=[*SERVED, *SERVED_TOO],
 )
 def test_two_ranks_give_the_tokens_of_one(family, changes, gates, make_stock, make_compressed, tmp_path):
     model = make_stock(family, **changes) if gates is None else make_compressed(family, gates=gates, **changes)
@@ -163,7 +165,11 @@ def test_loading_a_shard_alone_says_how_to_start(tmp_path):
         load_shard(tmp_path)
 
 
-@pytest.mark.parametrize(("gates", "noise"), [({"delay": 4}, 0.0), ({}, 0.05)], ids=["delay 4", "ranks that differ"])
+@pytest.mark.parametrize(
+    ("gates", "noise"),
+    [({"delay": 4}, 0.0), ({}, 0.05)],
+    ids=["delay 4", "ranks that differ"],
+)
 def test_two_ranks_replay_recorded_steps_with_the_tokens_of_one(gates, noise, make_compressed, tmp_path):
     model = make_compressed(gates=gates)
     model.save_pretrained(tmp_path / "model")

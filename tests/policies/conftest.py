@@ -18,18 +18,6 @@ PROMPT_LENGTHS, CONTINUATION_LENGTHS = (37, 22), (7, 5)
 """Ragged; the shorter prompt is below a budget of 24 tokens and goes over it while it is continued."""
 
 
-@pytest.fixture(params=[{"ratio": 4}, {"tokens": 24}], ids=["ratio 4", "tokens 24"])
-def budget(request):
-    """Return a budget as the oracles take it."""
-    return request.param
-
-
-@pytest.fixture(params=[1, 4], ids=["group 1", "group 4"])
-def group(request):
-    """Return the number of query heads that share a KV head."""
-    return request.param
-
-
 def read_positions(cache, row):
     """Read the position of every entry, by layer and KV head, in ascending order."""
     return [[head.tolist() for head in heads] for heads in positions_held(cache, row)]

@@ -1,7 +1,8 @@
 """Every training-free method against its oracle, at each budget, group and option, and what it refuses."""
 
 import pytest
-from evicting import METHODS, SURE
+from covering import cover
+from evicting import BUDGETS, METHODS, SURE
 
 from dmc import Engine, policies
 from dmc.budget import Budget
@@ -54,9 +55,18 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("method", "options"), AGREE)
-def test_agrees_with_the_oracle(assert_like_oracle, budget, group, method, options):
-    assert_like_oracle(method, budget, group, **options)
+def can_protect(case, budget, group, protect):
+    return not protect or "rerotate" not in case[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "budget", "group", "protect"),
+    cover(AGREE, BUDGETS, (1, 4), ({}, {"protect": 0.2}), allowed=can_protect),
+    ids=str,
+)
+def test_agrees_with_the_oracle(assert_like_oracle, case, budget, group, protect):
+    method, options = case
+    assert_like_oracle(method, budget, group, **options, **protect)
 
 
 @pytest.mark.parametrize(
@@ -70,24 +80,20 @@ def test_options_agree_with_the_oracle(assert_like_oracle, method, budget, optio
     assert_like_oracle(method, budget, **options)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "layers", "prompts", "steps"),
-    [
-        ("InfLLM", BLOCKS, 2, (41, 23), (9, 6)),
-        ("Quest", {}, 4, (63, 41, 23), (4, 9, 6)),
-        ("OmniKV", {"filter_layers": (0, 3)}, 6, (41, 23), (9, 6)),
-        (
-            "OmniKV",
-            {"filter_layers": (0, 3), "offload": True, "oracle": {"filter_layers": (0, 3)}},
-            6,
-            (41, 23),
-            (9, 6),
-        ),
-    ],
-)
-def test_what_reads_less_agrees_with_the_oracle(
-    assert_reads_like_oracle, budget, group, method, options, layers, prompts, steps
-):
+READ_LESS = {
+    "InfLLM": ("InfLLM", BLOCKS, 2, (41, 23), (9, 6)),
+    "Quest": ("Quest", {}, 4, (63, 41, 23), (4, 9, 6)),
+    "OmniKV": ("OmniKV", {"filter_layers": (0, 3)}, 6, (41, 23), (9, 6)),
+    "OmniKV, offload": (
+        *("OmniKV", {"filter_layers": (0, 3), "offload": True, "oracle": {"filter_layers": (0, 3)}}),
+        *(6, (41, 23), (9, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "budget", "group"), cover(tuple(READ_LESS), BUDGETS, (1, 4)), ids=str)
+def test_what_reads_less_agrees_with_the_oracle(assert_reads_like_oracle, case, budget, group):
+    method, options, layers, prompts, steps = READ_LESS[case]
     assert_reads_like_oracle(method, budget, prompts, steps, group=group, num_layers=layers, **options)
 
 

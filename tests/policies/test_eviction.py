@@ -126,19 +126,18 @@ def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
 
 
 @pytest.mark.filterwarnings("ignore:kernels.cpu has no compiled code")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "dtype"),
     [
-        policies.StreamingLLM(budget=HALF, rerotate=True),
-        policies.VATP(budget=HALF),
-        policies.RoCo(budget=HALF),
-        policies.CAKE(budget=HALF, window=4),
-        policies.CaM(budget=HALF),
-        policies.D2O(budget=HALF, allocation="uniform"),
-        policies.LAVa(budget=HALF, window=4, layer_budget="uniform"),
+        (policies.StreamingLLM(budget=HALF, rerotate=True), torch.bfloat16),
+        (policies.VATP(budget=HALF), torch.float16),
+        (policies.RoCo(budget=HALF), torch.bfloat16),
+        (policies.CAKE(budget=HALF, window=4), torch.float16),
+        (policies.CaM(budget=HALF), torch.bfloat16),
+        (policies.D2O(budget=HALF, allocation="uniform"), torch.float16),
+        (policies.LAVa(budget=HALF, window=4, layer_budget="uniform"), torch.bfloat16),
     ],
-    ids=lambda policy: type(policy).__name__,
+    ids=lambda value: str(value) if isinstance(value, torch.dtype) else type(value).__name__,
 )
 def test_models_of_half_precision_hold_as_many_entries(policy, dtype, make_stock, make_prompts):
     prompts = make_prompts(40, 19)

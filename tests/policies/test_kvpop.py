@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from evicting import write_scorer
+from evicting import BUDGETS, write_scorer
 
 from dmc import Engine, SamplingParams
 from dmc.budget import Budget
@@ -13,8 +13,13 @@ ANSWER = SamplingParams(max_new_tokens=6, temperature=0)
 
 
 @pytest.mark.parametrize(
-    ("options", "protect", "group"),
-    [({}, 0.0, 2), ({"window": 1, "state_size": 1}, 0.0, 4), ({"window": 30}, 0.0, 1), ({}, 0.2, 2)],
+    ("budget", "options", "protect", "group"),
+    [
+        (BUDGETS[0], {}, 0.0, 2),
+        (BUDGETS[1], {"window": 1, "state_size": 1}, 0.0, 4),
+        (BUDGETS[0], {"window": 30}, 0.0, 1),
+        (BUDGETS[1], {}, 0.2, 2),
+    ],
 )
 def test_agrees_with_the_oracle(assert_like_oracle, budget, options, protect, group, tmp_path):
     scorer = write_scorer(tmp_path / "scorer", num_layers=3, kv_heads=4 // group, **options)

@@ -1,10 +1,9 @@
-"""Protected tokens: every method that evicts beside its oracle, where the bounds are, and what must not change."""
+"""Protected tokens: where the bounds are, and what must not change; `test_every_method.py` has the oracles."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from evicting import METHODS, SURE
 from omegaconf import OmegaConf
 
 from dmc import Engine, SamplingParams, policies
@@ -21,11 +20,6 @@ EVICTING = [
 ]
 ANSWER = SamplingParams(max_new_tokens=6, temperature=0)
 TEMPLATE = "{% for message in messages %}<|a|>{{ message.role }} {{ message.content }}<|b|>{% endfor %}"
-
-
-@pytest.mark.parametrize(("method", "options"), [*((method, {}) for method in METHODS), ("CaM", SURE)])
-def test_protected_variants_agree_with_the_oracle(assert_like_oracle, budget, method, options):
-    assert_like_oracle(method, budget, protect=0.2, **options)
 
 
 def ranks_of(prompts, tokens, bounds):

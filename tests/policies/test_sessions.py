@@ -1,5 +1,6 @@
 """Conversations under policies: whatever happens to turns and between them, the answers stay the same."""
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -63,15 +64,13 @@ def assert_alike(generations, expected):
         assert one.stats.tokens_seen == other.stats.tokens_seen
 
 
-def test_a_budget_for_all_turns_answers_as_the_full_cache(policy, make_stock, prompts):
-    model = make_stock()
-    spacious = type(policy)(budget=Budget(tokens=100))
+def test_a_budget_for_all_turns_answers_as_the_full_cache(make_stock, prompts):
+    model, spacious = make_stock(), policies.H2O(budget=Budget(tokens=100))
     assert_alike(answers(Engine(model, policy=spacious), prompts), answers(Engine(model), prompts))
 
 
-@pytest.mark.parametrize("chunk", [None, 6])
-def test_a_conversation_computed_again_goes_on_as_if_nothing_had_happened(policy, chunk, make_stock, prompts):
-    model = make_stock()
+def test_a_conversation_computed_again_goes_on_as_if_nothing_had_happened(policy, make_stock, prompts):
+    model, chunk = make_stock(), None if policy.grows else 6
     expected = answers(Engine(model, policy=policy), prompts)
     engine = Engine(model, policy=policy, prefill_chunk_size=chunk)
 
@@ -113,8 +112,14 @@ def promised(policy, prompt_end, tokens_seen):
 WITH_BUDGET = [path for path in CONFIGS if path.stem not in ("full", "kvpop")]  # the latter needs a file
 
 
-@pytest.mark.parametrize("path", WITH_BUDGET, ids=lambda path: path.stem)
-@pytest.mark.parametrize("budget", ["1.5", "tokens:24"])
+@pytest.mark.parametrize(
+    ("path", "budget"),
+    [
+        pytest.param(path, budget, marks=pytest.mark.slow if turn else (), id=f"{path.stem}, {budget}")
+        for turn in (0, 1)
+        for path, budget in zip(WITH_BUDGET, itertools.cycle(("1.5", "tokens:24")[:: -1 if turn else 1]), strict=False)
+    ],
+)
 def test_every_method_holds_its_ratio_of_all_tokens_seen_after_each_of_eight_turns(
     path, budget, make_stock, make_prompts
 ):
@@ -135,15 +140,14 @@ def test_every_method_holds_its_ratio_of_all_tokens_seen_after_each_of_eight_tur
             assert 0 <= missing < 1 if path.stem in ROUNDED_DOWN else missing == 0, f"after {tokens_seen} tokens"
 
 
-@pytest.mark.parametrize("gates", [{}, {"delay": 4}, {"action": "drop", "delay": 8}], ids=str)
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "gates"),
     [
-        policies.PyramidKV(budget=Budget(ratio=2.5)),
-        policies.AdaKV(budget=Budget(ratio=4), window=8, layer_budget="pyramid"),
-        policies.LAVa(budget=Budget(ratio=2.5), window=8),
+        (policies.PyramidKV(budget=Budget(ratio=2.5)), {}),
+        (policies.AdaKV(budget=Budget(ratio=4), window=8, layer_budget="pyramid"), {"delay": 4}),
+        (policies.LAVa(budget=Budget(ratio=2.5), window=8), {"action": "drop", "delay": 8}),
     ],
-    ids=lambda policy: type(policy).__name__,
+    ids=lambda value: str(value) if isinstance(value, dict) else type(value).__name__,
 )
 @pytest.mark.filterwarnings("ignore:window=")
 def test_prompts_of_a_gated_model_hold_the_ratio_in_each_of_eight_turns(policy, gates, make_compressed, make_prompts):
@@ -165,7 +169,7 @@ def test_a_budget_that_answers_did_not_fill_is_filled_by_what_comes_next(method,
         assert budget - 1 < entries <= budget
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("steps", [0, 4])
 def test_a_prompt_aborted_halfway_is_continued_by_the_next_one(policy, steps, make_stock, prompts):
     model = make_stock()
     first, aborted, last = prompts[0], [*prompts[2], *prompts[1]], prompts[1]
