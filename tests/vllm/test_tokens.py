@@ -23,6 +23,8 @@ from dmc.vllm import model as model_module
 from dmc.vllm import plugin
 from dmc.vllm.attention import LAYER_NAME
 
+pytestmark = pytest.mark.vllm
+
 BLOCK_BYTES = 4 * 16 * 2 * 16 * 4  # heads of all layers, slots, keys and values, channels, float32
 CACHE_BYTES = 18 * BLOCK_BYTES
 VARIANTS = {
