@@ -101,7 +101,7 @@ CHUNKS, KERNELS, FAMILIES = (None, 1, 4, 5, 13, 16, 17), ("cpu", "reference"), (
 """Chunks of 1 are token by token; the others lie around the delays, windows and the page."""
 PAIRS = cover(CHUNKS, KERNELS, FAMILIES)
 CONDITIONS = dict(zip(METHODS, itertools.cycle(random.Random(0).sample(PAIRS, len(PAIRS))), strict=False))
-"""Under which chunks, kernels and family a method is seen: all pairs stand for gates, and for policies."""
+"""Chunks, kernels and family under which a method is seen; over all methods all pairs of these stand."""
 TOLERANCE = 1e-4
 LENGTHS = (5, 33, 18, 1)
 GREEDY, LONGER = (SamplingParams(max_new_tokens=count, temperature=0) for count in (12, 20))
