@@ -13,7 +13,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Lets vLLM take Triton's interpreter for a GPU's Triton."""
 
 
-@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.skipif(not (OWN / ".installed").exists(), reason="needs vLLM in .venv-vllm, which scripts/test.sh makes")
 @pytest.mark.parametrize("is_server", [False, True], ids=["engine", "server"])
 def test_in_an_environment_with_vllm(is_server):

@@ -12,6 +12,8 @@ from dmc.budget import Budget
 
 Engine8 = functools.partial(Engine, kv_cache_dtype="int8")
 METHODS = ("full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "H2O", "KVzip", "merge, SnapKV")
+QUICK = ("full cache", "merge, exact, delay 1", "H2O", "merge, SnapKV")
+EVERY = [method if method in QUICK else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]
 ROUNDED = 0.02
 """A sum in another order may round a number to the other neighbor."""
 COST = {"KVzip": 0.02}
@@ -41,10 +43,10 @@ def model(method, make_stock, make_compressed):
     return make_stock() if gates is None else make_compressed(gates=gates)
 
 
+@pytest.mark.parametrize("method", EVERY, indirect=True)
 @pytest.mark.filterwarnings("ignore:window=")
 def test_the_laws_hold_on_8_bits(method, model, policy, make_prompts, make_stock, make_compressed):
     laws.test_alone_equals_together_equals_in_parts(method, model, policy, make_prompts)
-    laws.test_blocks_are_what_the_slots_need_at_every_step_and_all_return(method, model, policy, make_prompts)
     laws.test_an_answer_and_its_memory_are_the_same_generated_scored_preempted_or_in_a_turn(
         method, model, policy, make_prompts
     )

@@ -33,7 +33,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "drop, delay 4": [{"prefix_cache": True}],
     "H2O": [{"kv_cache_dtype": "int8"}],
 }
-CASES = [(method, options) for method in METHODS for options in ({}, *OPTIONS.get(method, []))]
+LATER = ("full cache", "merge", "drop, delay 4", "H2O", "SnapKV", "fixed, window, delay 4", "drop, delay 4, AdaKV")
+"""Without options they are slow: what they carry, another case carries too."""
+CASES = [pytest.param(method, {}, marks=[pytest.mark.slow] * (method in LATER)) for method in METHODS]
+CASES += [pytest.param(method, options) for method, several in OPTIONS.items() for options in several]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 TURNS = (9, 3, 40)
 
@@ -95,8 +98,17 @@ def test_a_loaded_session_goes_on_as_the_one_that_was_saved(
     check_carried(make_model, policy, options, make_prompts(80, 5, *TURNS), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8", "prefix_cache": True}], ids=str)
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma3_text", {"kv_cache_dtype": "int8", "prefix_cache": True}),
+        ("gpt_oss", {}),
+        ("mistral", {}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"kv_cache_dtype": "int8", "prefix_cache": True}),
+    ],
+    ids=str,
+)
 def test_layers_with_a_window_and_without_attention_are_carried(family, options, make_prompts, tmp_path):
     build = recurrent if family == "qwen3_next" else hybrid
     check_carried(lambda: build(family), None, options, make_prompts(80, 5, *TURNS), tmp_path / "cache")

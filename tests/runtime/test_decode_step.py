@@ -37,6 +37,10 @@ METHODS: dict[str, Any] = {
 }
 
 
+QUICK = ("full cache", "H2O", "D2O, 12 entries", "merge, delay 4", "drop, delay 4", "every fourth")
+EVERY = [method if method in QUICK else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]
+
+
 def made(method: str, make_stock: Any, make_compressed: Any) -> tuple[Any, Any]:
     """Make a model, and its policy."""
     gates = METHODS[method]
@@ -45,7 +49,7 @@ def made(method: str, make_stock: Any, make_compressed: Any) -> tuple[Any, Any]:
     return make_stock(), gates
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the_eager_tokens(
     method: str,
     make_stock: Any,
@@ -60,11 +64,11 @@ def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the
     engine, record = make_recording(model, policy=policy, max_batch_size=6, token_budget=64)
     prompts = make_prompts(5, 40, 90, 17, 30)
     params = [
-        SamplingParams(max_new_tokens=40, temperature=0.8, seed=0, top_logprobs=2),
-        SamplingParams(max_new_tokens=70, temperature=0),
+        SamplingParams(max_new_tokens=30, temperature=0.8, seed=0, top_logprobs=2),
+        SamplingParams(max_new_tokens=50, temperature=0),
         SamplingParams(max_new_tokens=12, seed=2, top_k=9, min_p=0.01),
-        SamplingParams(max_new_tokens=35, temperature=0, repetition_penalty=1.1),
-        SamplingParams(max_new_tokens=40, seed=3, top_p=0.9, n=2),
+        SamplingParams(max_new_tokens=25, temperature=0, repetition_penalty=1.1),
+        SamplingParams(max_new_tokens=25, seed=3, top_p=0.9, n=2),
     ]
     expected = eager.generate(prompts, params)
     requests = []
@@ -121,7 +125,7 @@ def test_under_a_fixed_memory_nothing_is_ever_recorded_again(
     begin = engine.cache.place
     for length in (9, 120):
         params = [
-            SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.5, seed=1, top_k=top_k, top_logprobs=top)
+            SamplingParams(max_new_tokens=10, ignore_eos=True, temperature=0.5, seed=1, top_k=top_k, top_logprobs=top)
             for top_k, top in ((3, 0), (50, 2), (64, 20))
         ]
         for count in (1, 2, 3):

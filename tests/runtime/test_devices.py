@@ -12,8 +12,15 @@ from dmc.budget import Budget
 from dmc.results.policies import policy_from_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "policy").glob("*.yaml"))
+LIKE_OTHERS = ("ada_pyramidkv", "cam", "h2o", "infllm", "kvzip", "local_window", "marked", "omnikv", "pyramidkv")
+LIKE_OTHERS += ("random", "streaming_llm", "vatp")
+"""Slow: others, or variants of theirs, take the same ways."""
 PLAIN = [
-    pytest.param(OmegaConf.to_container(OmegaConf.load(path)), id=path.stem)
+    pytest.param(
+        OmegaConf.to_container(OmegaConf.load(path)),
+        id=path.stem,
+        marks=[pytest.mark.slow] * (path.stem in LIKE_OTHERS),
+    )
     for path in CONFIGS
     if path.stem not in ("full", "kvpop")  # which needs a file
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import cover
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
@@ -14,6 +15,9 @@ GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 POISON = 7
 """A token that the model below cannot read."""
 METHODS = [None, {}, {"action": "drop", "delay": 4}, policies.H2O(budget=Budget(ratio=2))]
+OPTIONS = [{}, {"prefill_chunk_size": 8}, {"max_batch_size": 2}, {"prefix_cache": True}]
+BOTH = [(method, OPTIONS[(index + shift) % 4]) for index, method in enumerate(METHODS) for shift in (0, 2)]
+"""Each with two others."""
 
 
 def build(method, make_stock, make_compressed, **options):
@@ -46,10 +50,7 @@ def finish(engine, requests):
     raise AssertionError("requests do not end")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"prefill_chunk_size": 8}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str
-)
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(("method", "options"), BOTH, ids=str)
 def test_a_pass_that_fails_costs_its_own_requests_alone(method, options, make_stock, make_compressed, make_prompts):
     engine = build(method, make_stock, make_compressed, **options)
     prompts = clean(make_prompts(20, 90, 9, 30))
@@ -164,9 +165,11 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(make_compressed, make_pro
     assert engine.blocks_in_use == 0
 
 
-@pytest.mark.parametrize("memory", [None, 4 * 9 * 16 * 2 * 16 * 4])
-@pytest.mark.parametrize("chunk", [None, 8])
-@pytest.mark.parametrize("gates", [None, {}, {"action": "drop", "delay": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("gates", "chunk", "memory"),
+    cover([None, {}, {"action": "drop", "delay": 4}], [None, 8], [None, 4 * 9 * 16 * 2 * 16 * 4]),
+    ids=str,
+)
 def test_the_prompts_own_tokens_are_as_likely_as_scores_say(
     gates, chunk, memory, make_stock, make_compressed, make_prompts
 ):

@@ -20,6 +20,9 @@ KINDS += [
 ]
 KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
+FROM_SESSIONS = ("full cache", "merge, exact, delay 1", "fixed, window, delay 4", "H2O, protected", "KVzip")
+FROM_SESSIONS += ("OmniKV, lazy", "InfLLM")
+"""The others are slow: with them goes on what the test before has seen in continuations."""
 CLOSE = 2e-5  # float32 sums in another order: 1.43e-5 seen on a processor, with OmniKV
 
 
@@ -51,7 +54,9 @@ def test_continuations_equal_requests_of_their_own(method, make_stock, make_comp
         assert sum(fed) == 50 + 3 * 8
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize(
+    "method", [kind if kind in FROM_SESSIONS else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 @pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")
 def test_what_goes_on_from_a_session_equals_a_session_of_its_own(method, make_stock, make_compressed, make_prompts):
     (gates, policy), layers = of(method), layers_of(method)

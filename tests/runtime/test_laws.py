@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import itertools
+import random
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import cover
 from evicting import write_scorer
 
 from dmc import Engine, SamplingParams, policies, retrofit
@@ -94,11 +97,14 @@ EIGHT_TOGETHER = ("OmniKV, sparse", "InfLLM")
 METHODS = [*GATES, *POLICIES, *BOTH, *READING]
 FEW = ("full cache", "merge", "merge, exact, delay 1", "drop, delay 4", "H2O", "SnapKV", "merge, delay 4, LAVa")
 """One of each kind."""
-CHUNKS, POLICY_CHUNKS = (1, 4, 13, 17), (1, 5, 16)
-"""1 is token by token; the others lie around the delays, windows and the page."""
+CHUNKS, KERNELS, FAMILIES = (None, 1, 4, 5, 13, 16, 17), ("cpu", "reference"), ("llama", "mistral", "qwen3")
+"""Chunks of 1 are token by token; the others lie around the delays, windows and the page."""
+PAIRS = cover(CHUNKS, KERNELS, FAMILIES)
+CONDITIONS = dict(zip(METHODS, itertools.cycle(random.Random(0).sample(PAIRS, len(PAIRS))), strict=False))
+"""Chunks, kernels and family under which a method is seen; over all methods all pairs of these stand."""
 TOLERANCE = 1e-4
 LENGTHS = (5, 33, 18, 1)
-GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
+GREEDY, LONGER = (SamplingParams(max_new_tokens=count, temperature=0) for count in (12, 20))
 
 
 @pytest.fixture(params=METHODS)
@@ -121,9 +127,10 @@ def chunk_of(method, size):
 
 @pytest.fixture
 def model(method, make_stock, make_compressed):
-    gates, _ = of(method)
-    layers = layers_of(method)
-    return make_stock(num_layers=layers) if gates is None else make_compressed(gates=gates)
+    (gates, _), (*_, family) = of(method), CONDITIONS[method]
+    if gates is None:
+        return make_stock(family, num_layers=layers_of(method))
+    return make_compressed(family, gates=gates)
 
 
 @pytest.fixture
@@ -142,21 +149,37 @@ def tokens_of(generations):
 
 
 def test_closed_gate_or_budget_for_all_equals_the_base_model(method, policy, make_stock, make_prompts):
-    base, (tokens,) = make_stock(num_layers=layers_of(method)), make_prompts(40)
+    chunk, kernels, family = CONDITIONS[method]
+    base, (tokens,) = make_stock(family, num_layers=layers_of(method)), make_prompts(40)
+    inputs = torch.tensor([tokens])
     with torch.no_grad():
         for layer in base.model.layers:  # nothing in the borrowed neuron, nor in what RoPE turns into it
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 projection.weight[7::16] = 0
                 projection.weight[15::16] = 0
-        expected = base(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        expected = base(inputs, use_cache=False).logits[0].log_softmax(-1)
     gates, _ = of(method)
     closed = CompressionConfig(**{"decision_offset": 1e6, **(gates or {}), "target_ratio": 1.0})
     policy = None if policy is None else dataclasses.replace(policy, budget=Budget(tokens=60))
-    engine = Engine(base if gates is None else retrofit(copy.deepcopy(base), closed), policy=policy)
+    model = base if gates is None else retrofit(copy.deepcopy(base), closed)
+    with torch.no_grad():
+        parallel = model(inputs, use_cache=False).logits[0].log_softmax(-1)
+    torch.testing.assert_close(parallel, expected, rtol=0, atol=TOLERANCE)
+    engine = Engine(model, policy=policy, kernels=kernels, prefill_chunk_size=chunk_of(method, chunk))
     torch.testing.assert_close(scores(engine, [tokens[:10]], [[*tokens[10:], 0]]), expected[9:], rtol=0, atol=TOLERANCE)
     for generation in engine.generate(make_prompts(*LENGTHS), GREEDY):
         assert (generation.stats.slots == generation.stats.tokens_seen).all()
         assert generation.stats.achieved_ratio == 1
+
+
+def run_and_count_blocks(engine, requests):
+    """Check at every step that blocks are what the slots need; return the most, and whether all have returned."""
+    most = 0
+    while any(request.generation is None for request in requests):
+        engine.step()
+        assert engine.blocks_in_use == int((-(-engine.cache.lengths // 16)).sum())
+        most = max(most, engine.blocks_in_use)
+    return most, engine.blocks_in_use == 0
 
 
 def test_alone_equals_together_equals_in_parts(method, model, policy, make_prompts):
@@ -165,6 +188,7 @@ def test_alone_equals_together_equals_in_parts(method, model, policy, make_promp
     Whether its tokens are fed at once, in chunks, one by one or beside others, and whether its answer is generated or
     given and scored.
     """
+    chunk, kernels, _ = CONDITIONS[method]
     prompts = make_prompts(*LENGTHS, 18)  # two of the same length may be fed together
     alone = [Engine(model, policy=policy).generate([prompt], GREEDY)[0] for prompt in prompts]
     answers = tokens_of(alone)
@@ -176,32 +200,29 @@ def test_alone_equals_together_equals_in_parts(method, model, policy, make_promp
         assert scores.dtype == torch.float32
         assert scores.argmax(-1).tolist() == generation.token_ids
         assert generation.logprobs == pytest.approx(scores.amax(-1).tolist(), abs=TOLERANCE)
-    for chunk in (None, *(CHUNKS if method in GATES else POLICY_CHUNKS)):
-        engine = Engine(model, policy=policy, prefill_chunk_size=chunk_of(method, chunk))
-        torch.testing.assert_close(
-            torch.cat(engine.score(prompts, answers)),
-            torch.cat(scored),
-            rtol=0,
-            atol=TOLERANCE,
-            msg=lambda text, chunk=chunk: f"chunks of {chunk}: {text}",
-        )
-    crowded = Engine(model, policy=policy, max_batch_size=3, prefill_chunk_size=chunk_of(method, 9), token_budget=19)
-    for generation, expected in zip(crowded.generate(prompts, GREEDY), alone, strict=True):
+    engine = Engine(model, policy=policy, kernels=kernels, prefill_chunk_size=chunk_of(method, chunk))
+    torch.testing.assert_close(torch.cat(engine.score(prompts, answers)), torch.cat(scored), rtol=0, atol=TOLERANCE)
+    options = {"max_batch_size": 3, "prefill_chunk_size": chunk_of(method, 9), "token_budget": 19}
+    crowded = Engine(model, policy=policy, kernels=kernels, **options)
+    requests = [crowded.submit(prompt, GREEDY) for prompt in prompts]
+    most, have_returned = run_and_count_blocks(crowded, requests)
+    assert most > 4 and have_returned
+    for request, expected in zip(requests, alone, strict=True):
+        generation = request.generation
         assert generation.token_ids == expected.token_ids
         assert generation.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
         assert torch.equal(generation.stats.slots, expected.stats.slots)
         assert generation.stats.tokens_seen == expected.stats.tokens_seen
 
 
-def test_blocks_are_what_the_slots_need_at_every_step_and_all_return(method, model, policy, make_prompts):
-    engine, seen = Engine(model, policy=policy, max_batch_size=2, prefill_chunk_size=chunk_of(method, 10)), []
-    requests = [engine.submit(prompt, GREEDY) for prompt in make_prompts(*LENGTHS)]
-    while any(request.generation is None for request in requests):
-        engine.step()
-        assert engine.blocks_in_use == int((-(-engine.cache.lengths // 16)).sum())
-        seen.append(engine.blocks_in_use)
-    assert max(seen) > 4
-    assert seen[-1] == engine.blocks_in_use == 0
+@pytest.mark.parametrize("method", FEW)
+def test_chunks_of_every_size_give_what_a_whole_text_gives(method, model, policy, make_prompts):
+    prompts, answers = make_prompts(*LENGTHS, 18), make_prompts(*[20] * 5, seed=2)
+    whole, *others = (
+        torch.cat(Engine(model, policy=policy, prefill_chunk_size=chunk).score(prompts, answers)) for chunk in CHUNKS
+    )
+    for found in others:
+        torch.testing.assert_close(found, whole, rtol=0, atol=TOLERANCE)
 
 
 def most_entries(policy, prompt_length, tokens_seen):
@@ -297,18 +318,18 @@ def test_an_answer_and_its_memory_are_the_same_generated_scored_preempted_or_in_
         return [stats.mean_tokens_seen, stats.mean_bytes_used, stats.mean_bytes_allocated, stats.peak_bytes_allocated]
 
     prompts, engine = make_prompts(21, 30, 8), Engine(model, policy=policy)
-    generations = engine.generate(prompts, GREEDY)
+    generations = engine.generate(prompts, LONGER)
     alone = [over(generation.stats) for generation in generations]
     scorings = engine.score_with_stats(prompts, tokens_of(generations))
     assert [over(scoring.stats) for scoring in scorings] == [pytest.approx(value) for value in alone]
     room = 2 * layers_of(method) * 4 * engine.cache.block_bytes  # the longest alone: two heads, 49 tokens
-    again = Engine(model, policy=policy, memory=room).generate(prompts, GREEDY)
+    again = Engine(model, policy=policy, memory=room).generate(prompts, LONGER)
     assert method in POLICIES or method in BOTH or any(scoring.stats.num_preemptions for scoring in again)
     assert tokens_of(again) == tokens_of(generations)
     assert all(torch.equal(one.stats.slots, other.stats.slots) for one, other in zip(again, generations, strict=True))
     assert [over(scoring.stats) for scoring in again] == [pytest.approx(value) for value in alone]
     with engine.session() as session:
-        session.generate(prompts[0], GREEDY)
-        second = session.generate(prompts[2], GREEDY).stats
+        session.generate(prompts[0], LONGER)
+        second = session.generate(prompts[2], LONGER).stats
         seen = [49 + number for number in range(20)]  # 21 and 20 tokens, of the second turn's prompt 8
         assert second.mean_tokens_seen == sum(seen) / 20

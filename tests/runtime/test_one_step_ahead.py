@@ -78,8 +78,16 @@ def test_the_next_step_is_launched_before_the_last_is_read(
     assert order == ["launch", "read"] * (len(order) // 2)  # more ends than the device knows
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": 60 * 2048}, {"prefix_cache": True}], ids=["", "tight", "prefixes"])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(
+    ("gates", "options"),
+    [
+        ("full cache", {"memory": 60 * 2048}),
+        ("merge", {"prefix_cache": True}),
+        ("drop, delay 4", {}),
+        ("drop, delay 4", {"memory": 60 * 2048}),
+    ],
+    ids=str,
+)
 def test_stops_arrivals_and_preemptions_give_the_eager_tokens_and_figures(
     gates: str, options: dict, made: Any, make_prompts: Any, make_recording: Any, order: list[str]
 ) -> None:
@@ -149,7 +157,7 @@ def test_an_abort_between_two_steps_measures_what_its_tokens_hold(
 ) -> None:
     model, prompts = made(gates), make_prompts(30, 9)
     engine, _ = make_recording(model, memory=2**22)
-    params = SamplingParams(max_new_tokens=90, seed=3, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=45, seed=3, ignore_eos=True)
     gone, stays = (engine.submit(prompt, params) for prompt in prompts)
     events = [event for _ in range(20) for event in engine.step()]
     assert engine.stats(gone).tokens_seen == 30 + len(gone.logprobs) - 1

@@ -109,7 +109,7 @@ SETTINGS = [
 
 
 def test_every_row_of_a_mixed_batch_is_what_it_is_alone():
-    logits = 3 * torch.randn(40, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(15, len(SETTINGS), 50, generator=torch.Generator().manual_seed(0))
     for trial, rows in enumerate(logits):
         seeds = [100 * trial + row for row in range(len(SETTINGS))]
         tokens, log_probs, *_ = choose(rows, SETTINGS, [torch.Generator().manual_seed(seed) for seed in seeds])

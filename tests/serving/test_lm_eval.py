@@ -36,8 +36,9 @@ def ours(served: Any, name: str) -> EngineLM:
     return EngineLM(Engine(engine.model, engine.tokenizer, engine.policy))
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"num_concurrent": 4}], ids=str)
-@pytest.mark.parametrize("name", ["full", "own"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("full", {}), ("own", {"batch_size": 3}), ("own", {"num_concurrent": 4})], ids=str
+)
 def test_likelihoods_are_our_harness(served: Any, name: str, options: dict, tokenizer_folder: Path) -> None:
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
     found = local(served, name, tokenizer_folder, **options).loglikelihood(requests, disable_tqdm=True)

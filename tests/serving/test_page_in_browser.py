@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser import open_browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = pytest.mark.browser
 ANSWERS = "[...document.querySelectorAll('.assistant')].map(message => message.textContent)"
 
 

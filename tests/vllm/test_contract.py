@@ -24,6 +24,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from dmc.vllm.connector import DMCConnector, HeldReport
 from dmc.vllm.spec import HeapManager, HeapSpec
 
+pytestmark = pytest.mark.vllm
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

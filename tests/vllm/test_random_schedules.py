@@ -20,6 +20,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from dmc.vllm.connector import HeldReport
 from dmc.vllm.spec import HeapSpec
 
+pytestmark = pytest.mark.vllm
+
 LANES, BLOCK, SLOTS, LONGEST, BUDGET, NUM_BLOCKS = 8, 32, 16, 640, 128, 32
 PER_BLOCK = LANES * BLOCK // SLOTS
 LLAMA = {

@@ -19,6 +19,8 @@ from dmc.kernels.layout import CacheLayout
 from dmc.runtime.capacity import request_bytes
 from dmc.vllm.spec import HeapSpec
 
+pytestmark = pytest.mark.vllm
+
 LAYERS, HEADS, DIM, TOKENS, CHUNK = 32, 8, 128, 8448, 2048
 
 

@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.data import train_tokenizer
 
+pytestmark = pytest.mark.vllm
+
 ROOT = Path(__file__).resolve().parents[2]
 (COMMAND,) = re.findall(r"^vllm serve .*", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE)
 SETTINGS = {

@@ -23,6 +23,8 @@ from dmc.vllm import model as model_module
 from dmc.vllm import plugin
 from dmc.vllm.attention import LAYER_NAME
 
+pytestmark = pytest.mark.vllm
+
 BLOCK_BYTES = 4 * 16 * 2 * 16 * 4  # heads of all layers, slots, keys and values, channels, float32
 CACHE_BYTES = 18 * BLOCK_BYTES
 VARIANTS = {
@@ -38,11 +40,8 @@ VARIANTS = {
     "drop of the token before by hidden gates": (
         "llama", {"action": "drop", "delay": 4, "gate_input": "hidden", "decided_token": "previous"}, {}
     ),
-    "merge, qwen3": ("qwen3", {}, {}),
-    "drop with delay, llama": ("llama", {"action": "drop", "delay": 5}, {}),
-    "merge by hidden gates, llama": ("llama", {"gate_input": "hidden", "delay": 2}, {}),
 }  # fmt: skip
-"""Family, gates, and options of vLLM."""
+"""Family, gates, and options of vLLM: actions and inputs of gates stand with both families."""
 LENGTHS, NUM_NEW = (5, 130, 33, 1, 70, 200, 18), 64
 ARRIVALS = {0: [1, 5], 3: [2, 4], 5: [0, 3], 30: [6]}
 """Which prompts come before which step."""

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
 from vllm.envs import disable_envs_cache
 
+pytestmark = pytest.mark.vllm
+
 
 def test_it_compares_tokens_and_counts_requests(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -22,6 +22,8 @@ from dmc.runtime.paged_forward import PagedForward
 from dmc.vllm.attention import AttentionStepBuilder
 from dmc.vllm.worker_cache import WorkerCache
 
+pytestmark = pytest.mark.vllm
+
 NUM_BLOCKS, SLOTS, MOST = 60, 4, 4
 
 
