@@ -1,4 +1,4 @@
-"""What the job files of slurm/ do when ranks crash, are signaled or are refused: real bash, stubs of Slurm's programs."""
+"""What the job files of slurm/ do when ranks crash, are told to stop or are refused: bash, and stubs of Slurm."""
 
 import datetime
 import os

@@ -76,17 +76,29 @@ def batch_of(module, device):
     return move_data_to_device(batch, torch.device(device))
 
 
-VARIANTS = [pytest.param(name, {}, id=name) for name in names("compression")]
-RECIPES = [
-    pytest.param("dmc_hidden", {"gates_only": True}, id="gates_only"),
-    pytest.param("dmc", {"gates_only": True}, id="gates_only, borrowed neuron"),
-    pytest.param("dmc", {"distillation": {"weight": 0.5}}, id="distillation"),
-    pytest.param("dmc", {"document_masking": True}, id="documents"),
-    pytest.param("none", {"document_masking": True}, id="documents of the control"),
-    pytest.param("dmc", {"document_masking": True, "distillation": {"weight": 0.5}}, id="documents, distillation"),
-    pytest.param("dms", {"document_masking": True, "activation_checkpointing": True}, id="documents, checkpointing"),
-    pytest.param("dmc_delayed", {"activation_checkpointing": True}, id="checkpointing"),
-    pytest.param("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}, id="led weight"),
+CASES = {name: (name, {}) for name in names("compression")} | {
+    "gates_only": ("dmc_hidden", {"gates_only": True}),
+    "gates_only, borrowed neuron": ("dmc", {"gates_only": True}),
+    "distillation": ("dmc", {"distillation": {"weight": 0.5}}),
+    "documents of the control": ("none", {"document_masking": True}),
+    "documents, distillation": ("dmc", {"document_masking": True, "distillation": {"weight": 0.5}}),
+    "documents, checkpointing": ("dms", {"document_masking": True, "activation_checkpointing": True}),
+    "led weight": ("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}),
+}
+QUICK = {
+    "bf16-mixed": {"dms_query", "none", "dmc_delayed", "documents, distillation", "gates_only, borrowed neuron"},
+    "32-true": {"fixed_pooling", "write_gate", "documents of the control", "documents, checkpointing", "led weight"},
+}
+"""What the quick tier takes in each precision: every file of settings that computes gates in a way of its own."""
+STEPS = [
+    pytest.param(*CASES[name], precision, id=f"{name}-{precision}", marks=marks)
+    for name in CASES
+    for precision in STOCK
+    for marks in [() if name in QUICK[precision] else pytest.mark.slow]
+]
+BACKWARDS = [
+    pytest.param(*case, id=name, marks=() if name in QUICK["32-true"] else pytest.mark.slow)
+    for name, case in CASES.items()
 ]
 
 
@@ -127,8 +139,7 @@ def finishing(monkeypatch):
     return finish_step, trainer, noted
 
 
-@pytest.mark.parametrize("precision", STOCK)
-@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
+@pytest.mark.parametrize(("variant", "training", "precision"), STEPS, indirect=["variant"])
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
     run_values, make_stock, finishing, variant, training, precision
 ):
@@ -161,7 +172,7 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
         assert noted.devices == {value.device.type for value in states} == {"cuda"}
 
 
-@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
+@pytest.mark.parametrize(("variant", "training"), BACKWARDS, indirect=["variant"])
 def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, finishing, variant, training):
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)

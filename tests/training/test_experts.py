@@ -18,7 +18,7 @@ EXPERTS = {
 
 
 @pytest.fixture
-def values(run_values, tmp_path):
+def values(run_values, corpus):
     run_values["base"]["shape"] |= EXPERTS
     run_values["training"] |= {
         "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "3 steps"}},
@@ -28,13 +28,14 @@ def values(run_values, tmp_path):
     run_values["compression"] |= {"gate_input": "hidden"}
     base = fresh_model(build_config(RunConfig, run_values), 300, seed=3)
     base.config.output_router_logits = True
-    base.save_pretrained(tmp_path / "base")
-    return run_values | {"model": str(tmp_path / "base")}
+    base.save_pretrained(corpus / "experts")
+    return run_values | {"model": str(corpus / "experts")}
 
 
 @pytest.fixture
-def alone(values, tmp_path):
-    return train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
+def alone(values, corpus):
+    """Folder of the run of one process, made once."""
+    return train(build_config(RunConfig, dict(values, output_dir=str(corpus / "experts alone")))).folder
 
 
 LAYOUTS = {
@@ -46,7 +47,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.slow if layout == "zero2" else ()) for layout in LAYOUTS]
+)
 def test_ranks_learn_what_one_does(values, alone, layout, tmp_path):
     folder = tmp_path / layout
     trainer = values["trainer"] | {"devices": 2} | LAYOUTS[layout]

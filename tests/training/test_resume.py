@@ -60,7 +60,7 @@ def train_part(tmp_path, monkeypatch):
     [
         ((1, 4, 1, 8), [(1, 7), (3, 0), (3, 5)], False),
         ((8, 4, 2, 1), [(1, 0), (3, 1), (5, 3)], True),
-        ((2, 2, 8), [(0, 1), (5, 3)], True),
+        pytest.param((2, 2, 8), [(0, 1), (5, 3)], True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -72,7 +72,7 @@ def test_steps_consume_the_same_with_every_other_micro_batch(values, train_part,
     assert (tmp_path / "run" / "final").exists()
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cached", "streaming"])
 def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path, streaming):
     values["data"]["streaming"] = streaming
     train_part(values, 4, (2, 1))
