@@ -21,8 +21,8 @@ EXPERTS = {
 def values(run_values, corpus):
     run_values["base"]["shape"] |= EXPERTS
     run_values["training"] |= {
-        "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "3 steps"}},
-        "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 4, "checkpoint_every_steps": 4,
+        "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "2 steps"}},
+        "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 3, "checkpoint_every_steps": 3,
         "document_masking": True, "whole_documents": True,
     }  # fmt: skip
     run_values["compression"] |= {"gate_input": "hidden"}

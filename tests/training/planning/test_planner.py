@@ -6,6 +6,7 @@ import measured_memory
 import pytest
 import torch
 import yaml
+from composing import composed
 from launching import Processes
 from planned import SHAPE, gpus, plan, run
 from scripts_here import run_script
@@ -271,10 +272,11 @@ def test_gpu_hours_are_operations_over_what_a_gpu_does():
 
 
 def test_a_plan_tells_both_ratios_of_a_model_with_windows():
-    alike, hybrid = (plan(gpus(base__shape=shape, compression={"target_ratio": 4.0})) for shape in (SHAPE, HYBRID))
+    windows = {**HYBRID, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    alike, hybrid = (plan(gpus(base__shape=shape, compression={"target_ratio": 4.0})) for shape in (SHAPE, windows))
     assert alike.target_ratio == alike.sequence_ratio == 4 and "cache:" not in plan_table(alike)
-    assert hybrid.target_ratio == 4 and hybrid.sequence_ratio == (2 * 64 + 6 * 16) / (2 * 16 + 6 * 16)  # of 64 tokens
-    assert "cache: CR 4 of the layers that attend to all tokens, 1.75 of all keys" in plan_table(hybrid)
+    assert hybrid.target_ratio == 4 and hybrid.sequence_ratio == (64 + 16) / (16 + 16)  # of 64 tokens
+    assert "cache: CR 4 of the layers that attend to all tokens, 2.50 of all keys" in plan_table(hybrid)
 
 
 def test_settings_for_a_gpu_are_planned_for_it_where_this_machine_has_none(monkeypatch):
@@ -335,6 +337,16 @@ def test_too_small_a_device_is_refused_with_the_largest_part_and_what_to_change(
 
 
 def test_command_prints_the_plan_and_leaves_nothing_on_the_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_script("train.py", "experiment=study/base_short", "plan=json") == ""
+    found, training = json.loads(capsys.readouterr().out), composed("experiment=study/base_short").training
+    assert found["micro_batches"] * found["micro_batch_size"] == training.batch_size
+    assert found["num_weights"] > 0 and found["memory"]["total"] > 16 * found["num_weights"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_command_prints_the_plan_of_a_model_on_eight_gpus(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["experiment=qwen3_8b_dms_cr8", "planner.device=H100", "planner.device_memory_gib=80"]
     assert run_script("train.py", *words, "plan=json") == ""
