@@ -225,7 +225,9 @@ def test_tensor_parallelism_divides_layers_and_repeats_the_rest():
     assert found.num_weights == plan(gpus()).num_weights
 
 
-@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
+@pytest.mark.parametrize(
+    "size", ["context_parallel_size", pytest.param("tensor_parallel_size", marks=pytest.mark.slow)]
+)
 def test_ranks_that_share_sequences_have_fewer_activations(size):
     options = {"trainer__devices": 4, "trainer__strategy": "fsdp2", "training__batch_size": 8}
     options |= {"training__activation_checkpointing": True}
