@@ -90,7 +90,10 @@ def test_the_part_for_vllm_says_in_one_line_that_there_is_none(monkeypatch, caps
     assert "pip install '.[vllm]'" in json.loads(line)["beside"]
 
 
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in CHECKS.keys() - {"tests", "vllm", "training", "kernels"}]
+LONG = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted(CHECKS.keys() - {"tests", "vllm", "training", "kernels"})
+]
 
 
 @pytest.mark.parametrize("name", ["training", "kernels", *LONG])

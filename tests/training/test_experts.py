@@ -47,9 +47,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow if layout == "zero2" else ()) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_learn_what_one_does(values, alone, layout, tmp_path):
     folder = tmp_path / layout
     trainer = values["trainer"] | {"devices": 2} | LAYOUTS[layout]

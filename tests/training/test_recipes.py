@@ -192,11 +192,11 @@ def test_distilled_run_with_a_led_weight_resumes_bit_identically(recipe, tmp_pat
     assert logged(uninterrupted, "train/ratio_weight") == logged(resumed, "train/ratio_weight")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
     [
-        {"strategy": "fsdp2", "tensor_parallel_size": 2}, {"strategy": "fsdp2", "context_parallel_size": 2},
+        {"strategy": "fsdp2", "tensor_parallel_size": 2},
+        pytest.param({"strategy": "fsdp2", "context_parallel_size": 2}, marks=pytest.mark.slow),
         {"strategy": "deepspeed_zero3"},
     ],
     ids=lambda trainer: "-".join(map(str, trainer.values())),

@@ -60,7 +60,7 @@ def train_part(tmp_path, monkeypatch):
     [
         ((1, 4, 1, 8), [(1, 7), (3, 0), (3, 5)], False),
         ((8, 4, 2, 1), [(1, 0), (3, 1), (5, 3)], True),
-        pytest.param((2, 2, 8), [(0, 1), (5, 3)], True, marks=pytest.mark.slow),
+        ((2, 2, 8), [(0, 1), (5, 3)], True),
     ],
     ids=str,
 )

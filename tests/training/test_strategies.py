@@ -157,8 +157,9 @@ def test_a_run_is_told_to_stop_and_goes_on_at_every_layout_with_the_same_samples
     assert_same_folder(uninterrupted / "final", folder / "final")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hsdp on 4", "tp on 2"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2 on 2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("hsdp on 4", "tp on 2"))]
+)
 def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bit(values, layout, tmp_path):
     values["training"] |= {
         "stages": {"zero_out": {"length": "2 steps"}, "retrofit": {"length": "4 steps"}},

@@ -37,7 +37,6 @@ def test_fixed_pooling_trains_without_zero_out_and_holds_its_ratio(run_values):
     assert (served(run.final, 33) == 9).all()
 
 
-@pytest.mark.slow
 def test_fixed_pooling_may_climb_through_snapshots(run_values):
     run_values["compression"] = FIXED
     run_values["training"] |= {
@@ -50,7 +49,6 @@ def test_fixed_pooling_may_climb_through_snapshots(run_values):
     assert (served(run.final) == 8).all()
 
 
-@pytest.mark.slow
 def test_heads_that_decide_as_one_train_and_serve(run_values):
     run_values["compression"] |= {"decisions": "per_layer", "decision_offset": 0.0}
     run_values["training"] |= {"ratio_prior": "local"}
@@ -115,7 +113,6 @@ def test_merged_heads_are_trained_on_as_the_control_of_a_retrofit(run_values, ba
     assert served(run.final).tolist() == [[30], [30]]
 
 
-@pytest.mark.slow
 def test_merged_heads_may_learn_gates_too(run_values, base):
     run_values |= {"model": str(base), "merge_kv_heads": 1}
     run = train(build_config(RunConfig, run_values))

@@ -100,7 +100,6 @@ def test_all_ranks_skip_where_the_loss_of_one_is_not_finite(run_values, tmp_path
     assert all(value.isfinite().all() for value in load_model(folder / "final").state_dict().values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
 def test_no_sharded_strategy_steps_where_the_gradient_of_one_rank_is_not_finite(run_values, tmp_path, strategy):
     run_values["trainer"] |= {"devices": 2, "strategy": strategy}
