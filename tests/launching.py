@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import gc
 import json
 import multiprocessing
 import os
@@ -22,12 +23,15 @@ CONTEXT.set_forkserver_preload(
         "dmc.training.run",
         "dmc.training.strategies.mesh",
         "dmc.training.strategies.zero",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # with torch's compiler
         "omegaconf",
         "scipy.io",
         "launching",
     ]
 )
 git_commit(), installed_packages()  # in the process that the others are forked from
+gc.freeze()  # a collection in a fork would copy all that has been imported
 
 
 class Processes:

@@ -90,7 +90,13 @@ def test_the_part_for_vllm_says_in_one_line_that_there_is_none(monkeypatch, caps
     assert "pip install '.[vllm]'" in json.loads(line)["beside"]
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ("tests", "vllm")])
+LONG = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted(CHECKS.keys() - {"tests", "vllm", "training", "kernels"})
+]
+
+
+@pytest.mark.parametrize("name", ["training", "kernels", *LONG])
 def test_every_part_runs_on_little(name, tmp_path):
     assert gpu_check.main(["--device", "cpu", "--tiny", "--part", name, "--rows", str(tmp_path / "rows")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]

@@ -60,10 +60,10 @@ def batches(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
 @pytest.mark.parametrize(
-    ("name", "columns"),
-    [("chats", {"messages": "messages"}), ("pairs", {"prompt": "prompt", "completion": "completion"})],
+    ("name", "columns", "streaming"),
+    [("chats", {"messages": "messages"}, True), ("pairs", {"prompt": "prompt", "completion": "completion"}, False)],
+    ids=["chats, streaming", "pairs, cached"],
 )
 def test_run_learns_the_answers_alone_and_is_measured_on_them(values, batches, tmp_path, name, columns, streaming):
     source = {"own": {"_target_": "dmc.data.TextSource", "name": str(tmp_path / f"{name}.jsonl"), **columns}}

@@ -43,11 +43,19 @@ def build(run_values, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_path, variant):
+@pytest.mark.parametrize(
+    ("variant", "milestones"),
+    [
+        ("delays", {3.0: 6}),
+        pytest.param("delays", {2.0: 4, 3.0: 6}, marks=pytest.mark.slow),
+        pytest.param("tokens and rate", {2.0: 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_branch_gives_the_model_of_a_run_to_its_ratio_bit_by_bit(build, tmp_path, variant, milestones):
     settings = VARIANTS[variant]
     train(build("ramp", 4.0, milestones={"ratios": [2.0, 3.0]}, **settings))
-    for ratio, steps in ((2.0, 4), (3.0, 6)) if variant == "delays" else ((2.0, 4),):
+    for ratio, steps in milestones.items():
         milestone = tmp_path / "ramp" / "milestones" / f"cr{ratio:g}"
         config = build(f"branch{ratio:g}", ratio, branch_from=str(milestone), **settings)
         branch, unbranched = train(config), train(build(f"whole{ratio:g}", ratio, **settings))

@@ -60,7 +60,8 @@ def texts():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout == "2 contexts" else pytest.mark.slow) for layout in LAYOUTS]
+    "layout",
+    [pytest.param(layout, marks=[] if size == 2 else pytest.mark.slow) for layout, (size, _) in LAYOUTS.items()],
 )
 def test_ranks_that_share_sequences_have_the_loss_and_the_gradients_of_one(run_values, texts, layout, tmp_path):
     count, trainer = LAYOUTS[layout]

@@ -76,17 +76,25 @@ def batch_of(module, device):
     return move_data_to_device(batch, torch.device(device))
 
 
-VARIANTS = [pytest.param(name, {}, id=name) for name in names("compression")]
-RECIPES = [
-    pytest.param("dmc_hidden", {"gates_only": True}, id="gates_only"),
-    pytest.param("dmc", {"gates_only": True}, id="gates_only, borrowed neuron"),
-    pytest.param("dmc", {"distillation": {"weight": 0.5}}, id="distillation"),
-    pytest.param("dmc", {"document_masking": True}, id="documents"),
-    pytest.param("none", {"document_masking": True}, id="documents of the control"),
-    pytest.param("dmc", {"document_masking": True, "distillation": {"weight": 0.5}}, id="documents, distillation"),
-    pytest.param("dms", {"document_masking": True, "activation_checkpointing": True}, id="documents, checkpointing"),
-    pytest.param("dmc_delayed", {"activation_checkpointing": True}, id="checkpointing"),
-    pytest.param("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}, id="led weight"),
+CASES = {name: (name, {}) for name in names("compression")} | {
+    "gates_only": ("dmc_hidden", {"gates_only": True}),
+    "gates_only, borrowed neuron": ("dmc", {"gates_only": True}),
+    "distillation": ("dmc", {"distillation": {"weight": 0.5}}),
+    "documents of the control": ("none", {"document_masking": True}),
+    "documents, distillation": ("dmc", {"document_masking": True, "distillation": {"weight": 0.5}}),
+    "documents, checkpointing": ("dms", {"document_masking": True, "activation_checkpointing": True}),
+    "led weight": ("dmc", {"head_agreement_weight": 1.0, "ratio_control": {"gain": 0.5}}),
+}
+STEPS = [
+    pytest.param(*CASES[name], precision, id=f"{name}-{precision}", marks=marks)
+    for number, name in enumerate(CASES)
+    for turn, precision in enumerate(STOCK)
+    for marks in [() if (number + turn) % 2 else pytest.mark.slow]
+]
+"""The quick tier takes each case in one precision, in turn, and backward every second one."""
+BACKWARDS = [
+    pytest.param(*case, id=name, marks=() if number % 2 else pytest.mark.slow)
+    for number, (name, case) in enumerate(CASES.items())
 ]
 
 
@@ -127,8 +135,7 @@ def finishing(monkeypatch):
     return finish_step, trainer, noted
 
 
-@pytest.mark.parametrize("precision", STOCK)
-@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
+@pytest.mark.parametrize(("variant", "training", "precision"), STEPS, indirect=["variant"])
 def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
     run_values, make_stock, finishing, variant, training, precision
 ):
@@ -161,7 +168,7 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
         assert noted.devices == {value.device.type for value in states} == {"cuda"}
 
 
-@pytest.mark.parametrize(("variant", "training"), [*VARIANTS, *RECIPES], indirect=["variant"])
+@pytest.mark.parametrize(("variant", "training"), BACKWARDS, indirect=["variant"])
 def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, finishing, variant, training):
     with fake_gpu("meta"):
         module = build_module(run_values, make_stock, "meta", **training)

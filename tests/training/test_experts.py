@@ -18,23 +18,24 @@ EXPERTS = {
 
 
 @pytest.fixture
-def values(run_values, tmp_path):
+def values(run_values, corpus):
     run_values["base"]["shape"] |= EXPERTS
     run_values["training"] |= {
-        "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "3 steps"}},
-        "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 4, "checkpoint_every_steps": 4,
+        "stages": {"zero_out": {"length": "1 steps"}, "retrofit": {"length": "2 steps"}},
+        "batch_size": 4, "micro_batch_size": 1, "validate_every_steps": 3, "checkpoint_every_steps": 3,
         "document_masking": True, "whole_documents": True,
     }  # fmt: skip
     run_values["compression"] |= {"gate_input": "hidden"}
     base = fresh_model(build_config(RunConfig, run_values), 300, seed=3)
     base.config.output_router_logits = True
-    base.save_pretrained(tmp_path / "base")
-    return run_values | {"model": str(tmp_path / "base")}
+    base.save_pretrained(corpus / "experts")
+    return run_values | {"model": str(corpus / "experts")}
 
 
 @pytest.fixture
-def alone(values, tmp_path):
-    return train(build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))).folder
+def alone(values, corpus):
+    """Folder of the run of one process, made once."""
+    return train(build_config(RunConfig, dict(values, output_dir=str(corpus / "experts alone")))).folder
 
 
 LAYOUTS = {

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from dmc.training.planning.fake_step import fake_step
 
 ON_GPUS = on_gpus().keys() - ALIKE
+QUICK = ("llama2_7b_cr2", "qwen3_0p6b_cr4", "qwen3_8b_dms_cr8")
+"""One for each strategy."""
 
 
 class Collectives(TorchDispatchMode):
@@ -39,6 +41,11 @@ class Collectives(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+def test_a_quick_one_stands_for_each_strategy():
+    strategies = {name: composed(f"experiment={name}").trainer.strategy for name in ON_GPUS}
+    assert sorted(strategies[name] for name in QUICK) == sorted({*strategies.values()})
+
+
 def collectives_of(config, rank):
     """Return what one rank enters while the model is laid over the ranks, and in a step."""
     collectives = Collectives()
@@ -52,9 +59,11 @@ def collectives_of(config, rank):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(pytest.param(name, [], id=name) for name in sorted(ON_GPUS)),
-        pytest.param("llama2_70b_cr2", ["trainer.tensor_parallel_size=8"], id="llama2_70b_cr2, cut heads"),
-        pytest.param("llama2_13b_cr2", ["trainer.context_parallel_size=8"], id="llama2_13b_cr2, contexts"),
+        *(pytest.param(name, [], id=name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(ON_GPUS)),
+        *(
+            pytest.param(name, [f"trainer.{size}_parallel_size=8"], id=f"{name}, {size}", marks=pytest.mark.slow)
+            for name, size in (("llama2_70b_cr2", "tensor"), ("llama2_13b_cr2", "context"))
+        ),
     ],
 )
 def test_every_rank_of_an_experiment_enters_the_same_collectives(name, options):

@@ -48,6 +48,7 @@ def test_lightning_has_the_strategies_private_names(name):
         assert not inspect.signature(value).parameters, name
 
 
+@pytest.mark.slow
 def test_deepspeed_keeps_weights_and_links_where_they_are_read(tmp_path):
     log, file = tmp_path / "log", tmp_path / "found"
     engines = [(stage, precision == "bf16") for stage, precision in ENGINES]

@@ -66,6 +66,7 @@ def test_every_start_logs_to_the_same_wandb_run_with_settings_and_images(tracked
         assert text.encode() in content, text
 
 
+@pytest.mark.slow
 def test_runs_of_one_process_are_runs_of_their_own_at_wandb(tracked_values, tmp_path):
     import wandb
 

@@ -43,8 +43,13 @@ class Attention(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("gates", [{}, {"delay": 3}, {"action": "drop", "delay": 3, "gate_input": "hidden"}, None])
+@pytest.mark.parametrize(
+    ("family", "gates"),
+    [
+        ("llama", {"delay": 3}), ("llama", None), ("qwen3", {}),
+        ("qwen3", {"action": "drop", "delay": 3, "gate_input": "hidden"}),
+    ],
+)  # fmt: skip
 def test_retrofit_and_control_attend_in_bfloat16_under_autocast(make_stock, make_compressed, family, gates):
     """As a GPU does, forward and backward, on shapes alone: biases and log-sum-exps stay float32."""
     model = (make_stock(family) if gates is None else make_compressed(family, gates=gates)).train()
@@ -98,7 +103,8 @@ def noting_autocast(monkeypatch, module, name):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"), [("auto", "bf16-mixed"), ("ddp", "bf16-mixed"), ("auto", "32-true")]
+    ("strategy", "precision"),
+    [("auto", "bf16-mixed"), ("auto", "32-true"), pytest.param("ddp", "bf16-mixed", marks=pytest.mark.slow)],
 )
 def test_validation_and_sensitivity_init_compute_as_training_does_and_the_optimizer_is_fused(
     two_steps, monkeypatch, strategy, precision

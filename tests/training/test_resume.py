@@ -73,7 +73,7 @@ def test_steps_consume_the_same_with_every_other_micro_batch(values, train_part,
     assert (tmp_path / "run" / "final").exists()
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cached", "streaming"])
 def test_steps_consume_the_same_on_one_rank_and_two(values, train_part, tmp_path, streaming):
     values["data"]["streaming"] = streaming
     train_part(values, 4, (2, 1))

@@ -22,16 +22,11 @@ def sharded(run_values):
     return run_values
 
 
-def test_a_folder_of_any_name_is_exported_to(sharded, tmp_path):
-    sharded["output_dir"] = str(tmp_path / "[a]" / "what?" / "*")
-    train_ranks(sharded, 2, tmp_path / "log")
-    assert load_model(Path(sharded["output_dir"]) / "final").compression.target_ratio == 4
-
-
-def test_bfloat16_folders_of_a_float32_run_are_the_same_from_parts_and_from_a_whole_model(sharded, tmp_path):
+def test_bfloat16_folders_of_any_name_are_the_same_from_parts_and_from_a_whole_model(sharded, tmp_path):
     sharded["training"] |= {"export_dtype": "bfloat16"}
-    train_ranks(sharded, 2, tmp_path / "log")
-    run = Path(sharded["output_dir"])
+    run = tmp_path / "[a]" / "what?" / "*"
+    train_ranks(sharded | {"output_dir": str(run)}, 2, tmp_path / "log")
+    assert load_model(run / "final").compression.target_ratio == 4
     assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
     parts = load_model(run / "final", dtype="auto").state_dict()
     again = load_model(export_checkpoint(run, tmp_path / "again"), dtype="auto").state_dict()
@@ -53,13 +48,14 @@ FAULTS = (
 """What happens, who makes it happen, and what each surviving rank says of it."""
 
 
-def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_next_start(sharded, tmp_path):
+@pytest.mark.parametrize("faults", [FAULTS[::5], pytest.param(FAULTS, marks=pytest.mark.slow)], ids=["two", "every"])
+def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_next_start(sharded, tmp_path, faults):
     run, log = Path(sharded["output_dir"]), tmp_path / "log"
     final = run / "final"
     with replacement(final, overwrite=False) as folder:
         (folder / "weights").write_text("an older model")
         (folder / "config.json").write_text("{}")
-    for name, sabotage, reason in FAULTS:
+    for name, sabotage, reason in faults:
         log.unlink(missing_ok=True)
         with Ranks(sharded, 2, log, sabotage) as ranks:
             codes = ranks.join()
@@ -74,4 +70,4 @@ def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_
     assert load_model(final).compression.target_ratio == 4
     assert sorted(path.name for path in run.glob(".final*")) == []
     starts = [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert starts == [0] + len(FAULTS) * [1]  # nothing is trained twice
+    assert starts == [0] + len(faults) * [1]  # nothing is trained twice

@@ -100,16 +100,13 @@ def test_all_ranks_skip_where_the_loss_of_one_is_not_finite(run_values, tmp_path
     assert all(value.isfinite().all() for value in load_model(folder / "final").state_dict().values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "gradient"), [("fsdp2", True), ("deepspeed_zero3", True), ("deepspeed_zero3", False)]
-)
-def test_no_strategy_steps_where_loss_or_gradient_of_one_rank_is_not_finite(run_values, tmp_path, strategy, gradient):
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero3"])
+def test_no_sharded_strategy_steps_where_the_gradient_of_one_rank_is_not_finite(run_values, tmp_path, strategy):
     run_values["trainer"] |= {"devices": 2, "strategy": strategy}
     run_values["training"] |= {"micro_batch_size": 1}
     folder = Path(run_values["output_dir"])
     log = tmp_path / "ranks.log"
-    with Ranks(run_values, 2, log, functools.partial(spoil_loss, step=3, on_rank=1, gradient=gradient)) as ranks:
+    with Ranks(run_values, 2, log, functools.partial(spoil_loss, step=3, on_rank=1, gradient=True)) as ranks:
         assert ranks.join() == [0, 0], log.read_text()[-4000:]
     assert list(logged(folder, "train/skipped_steps").values()) == [0, 0, 0, 1, 1, 1, 1, 1]
     norms = logged(folder, "train/gradient_norm")

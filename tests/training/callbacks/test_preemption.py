@@ -42,7 +42,7 @@ def test_each_signal_saves_and_stops_after_the_step_and_the_next_start_goes_on(r
         plain(self, trainer, score)
 
     monkeypatch.setattr(Validation, "log_score", log_score)
-    run_values["training"]["snapshot_ratios"] = [2.0]
+    run_values["training"] |= {"snapshot_ratios": [2.0], "calibrate": False}
     uninterrupted = train(build_config(RunConfig, dict(run_values, output_dir=str(tmp_path / "whole"))))
     run_values["training"]["checkpoint_every_steps"] = 100
     handlers = {item: signal.getsignal(item) for item in SIGNALS}

@@ -17,10 +17,7 @@ def figures(folder):
     return {name: logged(folder, name) for name in FIGURES}
 
 
-SHARDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "deepspeed_zero3")]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed_zero3", marks=pytest.mark.slow)])
 def test_logged_figures_do_not_depend_on_how_the_batch_is_split(run_values, corpus, tmp_path, strategy):
     run_values["training"] |= {"calibrate": False, "validate_every_steps": 1000}
     found = []

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from composing import ALIKE, composed, on_gpus
+from covering import cover
 from planned import gpus, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,9 +63,7 @@ def peak(base, slope, knee):
     return lambda size: max(base + slope * size, base / 2 + 3 * slope * (size - knee))
 
 
-@pytest.mark.parametrize("knee", [0, 3, 9])
-@pytest.mark.parametrize("start", [1, 4, 32])
-@pytest.mark.parametrize("gigabytes", [11, 14, 20, 45, 90, 400])
+@pytest.mark.parametrize(("knee", "start", "gigabytes"), cover([0, 3, 9], [1, 4, 32], [11, 14, 20, 45, 90, 400]))
 def test_no_shape_of_the_peak_hides_a_larger_micro_batch_and_few_are_traced(knee, start, gigabytes):
     config = Layout("ddp", None, False, start).of_run(gpus(trainer__strategy="ddp", trainer__devices=2))
     needed, traced = peak(10e9, 1e9, knee), []
@@ -118,7 +117,7 @@ def operations(length=4096, **changes):
     return counted.count
 
 
-@pytest.mark.parametrize("teacher", [None, {"path": "teacher"}])
+@pytest.mark.parametrize("teacher", [None, pytest.param({"path": "teacher"}, marks=pytest.mark.slow)])
 def test_what_a_plan_traces_grows_with_neither_delay_nor_length_nor_vocabulary(teacher):
     wide = {**gpus().base.shape, "vocab_size": 151_936}
     counts = {
