@@ -12,6 +12,7 @@ from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
 from dmc.models.conversion import retrofit
 from dmc.models.modeling import CompressedCausalLM
+from dmc.models.ties import follow_tensors
 from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
 
 
@@ -37,7 +38,7 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     if missing := sorted(loading["missing_keys"]):  # a hub name's files could not be checked before
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
-    return model.eval()
+    return follow_tensors(model).eval()
 
 
 def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:

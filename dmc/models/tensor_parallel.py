@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
-from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
+from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype, read_model_config
 from dmc.ranks import Ranks
 
 OF_ATTENTION = {
@@ -86,7 +86,7 @@ def load_shard(
     wanted, ranks = read_dtype(dtype), Ranks.init_process_group()
     folder = local_folder(str(folder), revision)
     check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_model_config(folder)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     elif torch.device(device).type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
 from dmc.models.experts import as_in_model
+from dmc.models.ties import settle_ties
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -74,7 +75,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_model_config(folder: Path) -> Any:
-    """Read the transformers configuration of a local folder.
+    """Read the transformers configuration of a local folder; its weights say whether the head is the embedding.
 
     Raises:
         FileNotFoundError, ValueError: the folder has no config.json, or it describes no model.
@@ -84,7 +85,10 @@ def read_model_config(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     check_shape(read_mapping(path), str(path))
     with _describing(path):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with suppress(FileNotFoundError, ValueError):  # without weights, or with damaged ones, as `check_weights` says
+        settle_ties(config, open_weights(folder))
+    return config
 
 
 @contextmanager
@@ -159,7 +163,7 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
         FileNotFoundError, ValueError: see `check_weights`.
     """
     check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    config = read_model_config(local_folder(str(folder), revision))
     refuse_kernels(config, str(folder))
     refuse_dms(config, str(folder))
     with torch.device("meta"):
