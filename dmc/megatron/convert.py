@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME
 
+from dmc.data.numbering import num_ids
 from dmc.files import refuse_occupied, replacement
 from dmc.megatron.checkpoint import FILE_NAMES, LAYER, TRACKER, Checkpoint, read_checkpoint
 from dmc.megatron.mapping import EMBEDDING, OUTPUT, Part, arguments_of, configuration_of, parts_of
@@ -58,7 +59,7 @@ def import_checkpoint(
     source = read_checkpoint(checkpoint, arguments or {})
     saved_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     if vocab_size is None:
-        vocab_size = source.arguments.get("vocab_size") if saved_tokenizer is None else len(saved_tokenizer)
+        vocab_size = source.arguments.get("vocab_size") if saved_tokenizer is None else num_ids(saved_tokenizer)
     config, parts = plan_of(source, vocab_size)
     if saved_tokenizer is not None:
         config.bos_token_id, config.eos_token_id = saved_tokenizer.bos_token_id, saved_tokenizer.eos_token_id

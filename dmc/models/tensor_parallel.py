@@ -22,7 +22,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
-from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype, read_model_config
+from dmc.models.weights import (
+    check_weights,
+    local_folder,
+    open_weights,
+    read_dtype,
+    read_model_config,
+    refuse_nonfinite_parts,
+)
 from dmc.ranks import Ranks
 
 OF_ATTENTION = {
@@ -96,6 +103,7 @@ def load_shard(
     cuts = shard_model(model, ranks)
     exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     stored = _read_slices(folder, cuts, ranks, wanted or config.dtype or torch.float32, device, exact)
+    refuse_nonfinite_parts(stored.items(), str(folder), ranks)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     fill_buffers(model, device)
