@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra_command import command
 
 
@@ -11,7 +12,7 @@ from hydra_command import command
 def main(settings: Any) -> None:
     from dmc.training.config import run_config
 
-    config = run_config(settings)  # checked before all that is imported next
+    config = run_config(settings, HydraConfig.get().overrides.task)  # checked before all that is imported next
     from dmc.training.text_data import prepare_text
 
     print(*prepare_text(config), sep="\n")

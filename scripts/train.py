@@ -24,7 +24,7 @@ def main(settings: Any) -> None:
     if is_sweep:
         settings["output_dir"] = HydraConfig.get().runtime.output_dir  # a folder of its own for every run of the sweep
     plan = build_config(PlanConfig, {name: settings.pop(name) for name in ("plan", "planner")})
-    config = run_config(settings)  # checked before all that is imported next
+    config = run_config(settings, HydraConfig.get().overrides.task)  # checked before all that is imported next
     from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
     from dmc.training.planning.planner import print_plan
     from dmc.training.run import train

@@ -26,6 +26,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from dmc.data.encoding import EMPTY, DocumentEncoder, Refusals
+from dmc.data.numbering import num_ids
 from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
@@ -107,7 +108,7 @@ class _Cache:
 
     def __init__(self, source: DocumentSource, encoder: DocumentEncoder, cache_folder: Path) -> None:
         self.source, self.encoder = source, encoder
-        self.tokens = source.open_tokens(len(encoder.tokenizer))
+        self.tokens = source.open_tokens(num_ids(encoder.tokenizer))
         """The tokens of a source that is none of text."""
         digest = tokenizer_digest(encoder.tokenizer, encoder.framing)
         template = str(encoder.tokenizer.chat_template) if source.has_loss_mask else None
@@ -117,7 +118,9 @@ class _Cache:
 
     def check(self) -> None:
         """See to it that there are tokens, or documents to make them of."""
-        if self.tokens is None and not self.folder.is_dir():
+        if self.tokens is not None:
+            self.source.check_ids(num_ids(self.encoder.tokenizer), self.folder.parent)
+        elif not self.folder.is_dir():
             self.source.check()
 
     def open(self, tokenize_num_proc: int) -> TokenTable:
@@ -165,7 +168,7 @@ class _Cache:
 
     def _features(self) -> datasets.Features:
         framing = self.encoder.framing
-        largest = max(len(self.encoder.tokenizer) - 1, *framing.begin, framing.end)
+        largest = max(num_ids(self.encoder.tokenizer) - 1, *framing.begin, framing.end)
         features = {"input_ids": datasets.List(datasets.Value("uint16" if largest < 2**16 else "int32"))}
         if self.source.has_loss_mask:
             features |= {"scored": datasets.List(datasets.Value("uint8")), "refusal": datasets.Value("string")}

@@ -14,12 +14,12 @@ Sources = Annotated[Named[dict[str, Any]], Field(min_length=1)]
 
 @checked_dataclass(frozen=True)
 class TokenizerConfig:
-    """A pretrained tokenizer, or a byte-level BPE trained on the training text."""
+    """A pretrained tokenizer, or for a fresh model a byte-level BPE trained on the training text."""
 
     path: str | None = None
     """Folder or hub name; None: the model's."""
     train_vocab_size: Annotated[StrictInt, Field(ge=257, le=2**24)] | None = None
-    """Train a tokenizer of this size and keep it in `folder`."""
+    """Size of the tokenizer that is trained for a fresh model and kept in `folder`; a model that has one keeps it."""
     folder: str | None = None
     bos: StrictBool | None = None
     """Whether the bos token precedes each document; None: as the tokenizer itself does before a text."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +15,15 @@ import numpy as np
 import pyarrow as pa
 from datasets import IterableDataset
 
+from dmc.data.hub import once
 from dmc.data.packing import TokenArrays, TokenTable
 from dmc.data.sources import DocumentSource, file_stamps, files_digest
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = "<9sQBQQ"  # magic, version, type of the ids, number of sequences, number of document boundaries
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_CHECKED_TOKENS = 2**20
+_BLOCK_TOKENS = 2**24
+"""Tokens whose range is found at once, and is not kept."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,48 @@ class MegatronSource(DocumentSource):
         """Map the tokens.
 
         Raises:
-            FileNotFoundError, ValueError: see `check`; the tokens are those of a larger vocabulary.
+            FileNotFoundError, ValueError: see `check`.
         """
-        largest = int(_open(self.prefix).token_ids[:_CHECKED_TOKENS].to_numpy().max(initial=0))
-        if largest >= vocab_size:
-            raise ValueError(f"{self.prefix}.bin holds token {largest}, the tokenizer has {vocab_size}: not its text")
+        _open(self.prefix)
         return TokenTable(partial(_open, self.prefix))
+
+    def check_ids(self, vocab_size: int, cache_folder: Path) -> None:
+        """Read all token ids; the range of many is kept in the cache.
+
+        Raises:
+            FileNotFoundError, ValueError: see `check`; or the tokens are those of a larger vocabulary, or negative.
+        """
+        token_ids = _open(self.prefix).token_ids
+        limits = np.iinfo(token_ids.type.to_pandas_dtype())
+        if limits.min >= 0 and limits.max < vocab_size:
+            return
+
+        def read_range() -> str:
+            found = _range_of(token_ids)
+            self._refuse(found, vocab_size)
+            return json.dumps(found)
+
+        if len(token_ids) <= _BLOCK_TOKENS:
+            read_range()
+            return
+
+        key = hashlib.sha256(json.dumps(self.description()).encode()).hexdigest()
+        self._refuse(json.loads(once(cache_folder / "ranges" / key, read_range)), vocab_size)
+
+    def _refuse(self, found: Sequence[int], vocab_size: int) -> None:
+        for number in found:
+            if not 0 <= number < vocab_size:
+                raise ValueError(
+                    f"{self.prefix}.bin holds token {number}, the tokenizer has {vocab_size}: not its text; name the "
+                    "tokenizer it was made with, or index the text anew"
+                )
+
+
+def _range_of(token_ids: pa.ChunkedArray) -> list[int]:
+    """Return the smallest and the largest of token ids, some at a time."""
+    parts = [part.to_numpy() for part in token_ids.chunks]
+    blocks = [part[first : first + _BLOCK_TOKENS] for part in parts for first in range(0, len(part), _BLOCK_TOKENS)]
+    return [int(min(block.min() for block in blocks)), int(max(block.max() for block in blocks))]
 
 
 def _paths(prefix: str) -> tuple[Path, Path]:

@@ -79,6 +79,10 @@ class DocumentSource:
         """Open documents that are tokens already, of a vocabulary of so many; None: they are text."""
         return None
 
+    def check_ids(self, vocab_size: int, cache_folder: Path) -> None:
+        """Raise a clear error if documents that are tokens already have others than a vocabulary of so many."""
+        return None
+
     def num_bytes(self) -> int:
         """Return the approximate size of the documents; the same for the same description."""
         raise NotImplementedError

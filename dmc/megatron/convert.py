@@ -10,14 +10,15 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME
 
+from dmc.data.numbering import num_ids
 from dmc.files import refuse_occupied, replacement
 from dmc.megatron.checkpoint import FILE_NAMES, LAYER, TRACKER, Checkpoint, read_checkpoint
 from dmc.megatron.mapping import EMBEDDING, OUTPUT, Part, arguments_of, configuration_of, parts_of
 from dmc.models.loading import load_tokenizer
-from dmc.models.weights import INDEX_NAME, check_weights, open_weights
+from dmc.models.weights import INDEX_NAME, check_weights, open_weights, read_model_config
 from dmc.training.model_folder import ModelCard, describe
 
 FILE_SIZE = 2 * 10**9
@@ -58,7 +59,7 @@ def import_checkpoint(
     source = read_checkpoint(checkpoint, arguments or {})
     saved_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     if vocab_size is None:
-        vocab_size = source.arguments.get("vocab_size") if saved_tokenizer is None else len(saved_tokenizer)
+        vocab_size = source.arguments.get("vocab_size") if saved_tokenizer is None else num_ids(saved_tokenizer)
     config, parts = plan_of(source, vocab_size)
     if saved_tokenizer is not None:
         config.bos_token_id, config.eos_token_id = saved_tokenizer.bos_token_id, saved_tokenizer.eos_token_id
@@ -93,6 +94,8 @@ def plan_of(source: Checkpoint, vocab_size: int | None) -> tuple[Any, list[Part]
     if not 0 < vocab_size <= padded:
         raise ValueError(f"vocab_size={vocab_size}: expected 1 to {padded}, the rows of the checkpoint's embedding")
     tied = not source.arguments.get("untie_embeddings_and_output_weights", OUTPUT in shards)
+    copies = zip(shards[EMBEDDING], shards.get(OUTPUT, ()), strict=False)
+    tied = tied and all(torch.equal(embedding, output) for embedding, output in copies)
     config = configuration_of(source.arguments, vocab_size, shards[EMBEDDING][0].dtype, tied)
     parts = list(parts_of(config, tensor_size, padded))
     check_tensors(source, config, parts)
@@ -171,7 +174,7 @@ def export_checkpoint(
     """
     refuse_occupied(output, overwrite, [folder], TRACKER)
     check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_model_config(folder)
     if tensor_size < 1 or vocab_multiple < 1:
         raise ValueError(f"tensor_size={tensor_size}, vocab_multiple={vocab_multiple}: expected whole numbers >= 1")
     step = tensor_size * vocab_multiple

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dmc.models.ties import is_tied, settle_ties, tied_names
+
 
 def random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
     """Make a stock causal LM with random weights, in eval mode.
@@ -58,16 +60,17 @@ def assemble(config: Any, weights: dict[str, Tensor]) -> Any:
     """Make a causal LM over given weights, without a copy, in eval mode.
 
     Args:
-        config: its transformers configuration.
+        config: its transformers configuration, which is untied where the weights hold a head of its own.
         weights: every weight under its name, tied ones under one of theirs.
     Raises:
         RuntimeError: a weight is missing, unexpected, or of another shape.
         ValueError: see `refuse_kernels`.
     """
     refuse_kernels(config, "the configuration")
+    settle_ties(config, weights)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    ties = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    ties = tied_names(config) if config.tie_word_embeddings else {}
     tied = {name: weights[source] for name, source in ties.items() if source in weights}
     model.load_state_dict(tied | weights, assign=True)
     model.tie_weights()
@@ -91,6 +94,8 @@ def fill_buffers(model: Any, device: torch.device | str) -> None:
 def twin(model: Any, dtype: torch.dtype | None = None) -> Any:
     """Make a second model that shares the weights, or has them in another dtype, but not the settings."""
     weights = {name: value if dtype is None else value.to(dtype) for name, value in model.state_dict().items()}
-    other = assemble(copy.deepcopy(model.config), weights)
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = is_tied(model)
+    other = assemble(config, weights)
     other.generation_config = copy.deepcopy(model.generation_config)
     return other

@@ -13,6 +13,7 @@ from dmc.compression.full_attention import refuse_other_attention
 from dmc.models.families import FAMILIES
 from dmc.models.layer_check import check_layer, unknown_convention
 from dmc.models.modeling import CompressedCausalLM, check_gates
+from dmc.models.ties import is_tied
 
 
 def check_retrofit(config: Any, compression: CompressionConfig) -> None:
@@ -65,6 +66,7 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     values = model.config.to_dict()
     for key in ("model_type", "architectures", "transformers_version"):
         values.pop(key, None)
+    values["tie_word_embeddings"] = is_tied(model)
     config = model_class.config_class(**values, compression=compression.to_dict())
     with torch.device("meta"):
         compressed = model_class(config)

@@ -12,7 +12,8 @@ from dmc.compression import CompressionConfig
 from dmc.models.build import refuse_kernels
 from dmc.models.conversion import retrofit
 from dmc.models.modeling import CompressedCausalLM
-from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
+from dmc.models.ties import follow_tensors
+from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype, refuse_nonfinite
 
 
 def load_model(folder: Any, **kwargs: Any) -> Any:
@@ -24,7 +25,7 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     Returns:
         The model in eval mode.
     Raises:
-        FileNotFoundError, ValueError: see `check_weights` and `from_dms`.
+        FileNotFoundError, ValueError: see `check_weights`, `from_dms` and `refuse_nonfinite`.
     """
     if isinstance(dtype := kwargs.get("dtype"), str):
         read_dtype(dtype)
@@ -37,7 +38,8 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     if missing := sorted(loading["missing_keys"]):  # a hub name's files could not be checked before
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
-    return model.eval()
+    refuse_nonfinite(model.state_dict().items(), str(folder))
+    return follow_tensors(model).eval()
 
 
 def read_hub_config(name: str, revision: str | None = None) -> Any:

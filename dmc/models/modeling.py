@@ -15,6 +15,7 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.recurrent import attention_layers, install_recurrent
 from dmc.models.stock_attention import ATTENTION_NAME, UNPADDED_ATTENTION, rotate_own_tokens
+from dmc.models.ties import follow_tensors
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
 from dmc.models.weights import check_weights
 from dmc.ranks import ALONE, Ranks
@@ -153,9 +154,11 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             ValueError, FileNotFoundError: a shard is missing or truncated, or a weight has another shape.
         """
         check_weights(pretrained_model_name_or_path, cls)
-        return super().from_pretrained(
+        found = super().from_pretrained(
             pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
         )
+        follow_tensors(found[0] if isinstance(found, tuple) else found)
+        return found
 
     def forward(  # type: ignore[override]
         self,

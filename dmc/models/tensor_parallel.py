@@ -18,11 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dmc.compression.full_attention import layer_windows
 from dmc.models.build import fill_buffers
-from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype
+from dmc.models.weights import (
+    check_weights,
+    local_folder,
+    open_weights,
+    read_dtype,
+    read_model_config,
+    refuse_nonfinite_parts,
+)
 from dmc.ranks import Ranks
 
 OF_ATTENTION = {
@@ -86,7 +93,7 @@ def load_shard(
     wanted, ranks = read_dtype(dtype), Ranks.init_process_group()
     folder = local_folder(str(folder), revision)
     check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_model_config(folder)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     elif torch.device(device).type == "cuda":
@@ -96,6 +103,7 @@ def load_shard(
     cuts = shard_model(model, ranks)
     exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     stored = _read_slices(folder, cuts, ranks, wanted or config.dtype or torch.float32, device, exact)
+    refuse_nonfinite_parts(stored.items(), str(folder), ranks)
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     fill_buffers(model, device)

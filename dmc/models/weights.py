@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
 from dmc.models.experts import as_in_model
+from dmc.models.ties import settle_ties
+from dmc.ranks import Ranks
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+WHOLE_BYTES = 2**30
+"""Bytes of weights up to which all are hashed."""
+REMEDY = "copy the folder again, or take a checkpoint from before its training failed"
+SAMPLED_BYTES = 2**12
+"""Bytes of each sample of a tensor in larger files."""
 
 
 def open_weights(folder: Path) -> dict[str, Any]:
@@ -74,7 +84,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_model_config(folder: Path) -> Any:
-    """Read the transformers configuration of a local folder.
+    """Read the transformers configuration of a local folder; its weights say whether the head is the embedding.
 
     Raises:
         FileNotFoundError, ValueError: the folder has no config.json, or it describes no model.
@@ -84,7 +94,10 @@ def read_model_config(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     check_shape(read_mapping(path), str(path))
     with _describing(path):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with suppress(FileNotFoundError, ValueError):  # without weights, or with damaged ones, as `check_weights` says
+        settle_ties(config, open_weights(folder))
+    return config
 
 
 @contextmanager
@@ -159,11 +172,71 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
         FileNotFoundError, ValueError: see `check_weights`.
     """
     check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    config = read_model_config(local_folder(str(folder), revision))
     refuse_kernels(config, str(folder))
     refuse_dms(config, str(folder))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def refuse_nonfinite(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """Refuse weights that hold nan or inf: every step, and every answer, would be nan.
+
+    Args:
+        weights: tensors by name.
+        name: of the model, for the message.
+    Raises:
+        ValueError: the first that does.
+    """
+    if found := nonfinite_weight(weights):
+        raise ValueError(f"{name}: {found}: {REMEDY}")
+
+
+def refuse_nonfinite_parts(weights: Iterable[tuple[str, Tensor]], name: str, ranks: Ranks) -> None:
+    """Refuse weights of which each rank holds parts, on all ranks together, see `refuse_nonfinite`."""
+    found = next(filter(None, ranks.all_gather_object(nonfinite_weight(weights))), None)
+    if found is not None:
+        raise ValueError(f"{name}: {found} that a rank holds: {REMEDY}")
+
+
+def nonfinite_weight(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Say which weight is the first that holds nan or inf."""
+    for name, weight in weights:
+        if weight.is_meta or not weight.is_floating_point() or weight.sum(dtype=torch.float32).isfinite():
+            continue  # a sum of finite numbers may overflow, but one with nan or inf is never finite
+        if wrong := int((~weight.isfinite()).sum()):
+            return f"weight {name} ({weight.dtype}) holds nan or inf in {wrong} of {weight.numel()} numbers"
+    return None
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a hash of a model's weights and configuration, independent of its place and of times.
+
+    Of more than `WHOLE_BYTES` it takes all sizes, names and shapes, and of each tensor its beginning, middle and end.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_weights`.
+    """
+    open_weights(folder)
+    config = read_mapping(folder / "config.json")
+    told = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    files = weight_files(folder)
+    is_whole = sum(path.stat().st_size for path in files) <= WHOLE_BYTES
+    for path in files:
+        with path.open("rb") as file:
+            header = file.read(struct.unpack("<Q", file.read(8))[0])
+            digest.update(header)
+            if is_whole:
+                while block := file.read(2**20):
+                    digest.update(block)
+                continue
+            tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
+            for begin, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
+                for place in sorted({begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)}):
+                    file.seek(8 + len(header) + place)
+                    digest.update(file.read(min(SAMPLED_BYTES, end - place)))
+    return digest.hexdigest()
 
 
 def read_dtype(name: str) -> torch.dtype | None:

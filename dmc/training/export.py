@@ -286,6 +286,7 @@ def _compare_logits(model: Any, folder: Path) -> None:
 
     Raises:
         RuntimeError: they differ.
+        ArithmeticError: those of the model are not finite.
     """
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(model.config.vocab_size, (2, 48), generator=generator).to(model.device)
@@ -294,6 +295,8 @@ def _compare_logits(model: Any, folder: Path) -> None:
     with evaluating(model), torch.no_grad():
         expected = model(input_ids, use_cache=False, **gates).logits.float()
         got = reloaded(input_ids, use_cache=False, **gates).logits.float()
+    if not expected.isfinite().all():
+        raise ArithmeticError(f"{folder}: the model's logits are not finite; nothing was replaced")
     difference = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
     if not difference <= LOGITS_TOLERANCE:
         raise RuntimeError(

@@ -64,23 +64,24 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None) -> None:
-    """Check that a run resumes with the text that it began with.
+    """Check that a run resumes with the text and the weights that it began with.
 
     Args:
         folder: folder of the run.
-        text: hash of each source.
+        text: hash of each source, and of the model and the teacher.
         base: run that this one branches off; None: no branch.
     Raises:
-        ValueError: a source has changed.
+        ValueError: one of them has changed.
     """
     record = (base or folder) / CONFIG_NAME
     if not record.is_file() or not (base or _has_saved(folder)):
         return
     known = _recorded(record).get("text", {})
     if changed := [name for name, digest in text.items() if known.get(name, digest) != digest]:
+        what = "text" if changed[0].startswith("data.") else "weights"
         raise ValueError(
-            f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other text: put "
-            "back what it was, or choose another output_dir"
+            f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other {what}: "
+            "put back what it was, or choose another output_dir"
         )
 
 

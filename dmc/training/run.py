@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from dmc.config.instantiate import instantiate
+from dmc.data.numbering import num_ids
 from dmc.files import locked, refuse_occupied
 from dmc.models import retrofit
 from dmc.ranks import is_first_of_node, is_rank_zero
@@ -32,6 +33,7 @@ from dmc.training.callbacks.adapter_init import AdapterInit
 from dmc.training.callbacks.preemption import Preemption
 from dmc.training.callbacks.progress_bar import StepProgressBar
 from dmc.training.callbacks.save_last import SaveLast
+from dmc.training.callbacks.teacher_check import TeacherCheck
 from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
@@ -46,7 +48,7 @@ from dmc.training.record import check_branch, check_same_run, check_same_text, r
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.strategies.devices import devices_per_node
-from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests
+from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests, weight_digests
 
 LOCK_NAME = ".lock"
 RESTART_COUNTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -186,13 +188,13 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     if branches:
         check_branch(config, plan)
     local = fetched(config)
-    text = text_digests(local) if is_first_of_node() else {}
+    text = text_digests(local) | weight_digests(local) if is_first_of_node() else {}
     check_same_text(run.folder, text, Path(str(config.training.branch_from)).parents[1] if branches else None)
     seed_everything(config.seed, verbose=False)
     tokenizer = build_tokenizer(local)
     strategy = build_strategy(local)
     is_fresh = local.model is None
-    model = fresh_model(config, len(tokenizer), config.seed) if is_fresh else strategy.load(str(local.model))
+    model = fresh_model(config, num_ids(tokenizer), config.seed) if is_fresh else strategy.load(str(local.model))
     if config.gates is not None:
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
@@ -247,7 +249,7 @@ def _build_trainer(
     config, strategy = module.config, cast(Any, module.strategy)
     training, settings, folder = config.training, config.trainer, Path(config.output_dir)
     calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
-    callbacks: list[Callback] = [Throughput(config)]
+    callbacks: list[Callback] = [Throughput(config), TeacherCheck(validation)]
     for start in (training.sensitivity_init, training.regression_init) if module.has_gates else ():
         callbacks += [] if start is None else [AdapterInit(start, calibration, folder)]
     if settings.lightning.get("enable_progress_bar", True):

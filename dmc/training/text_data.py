@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning import LightningDataModule
@@ -33,10 +33,12 @@ from dmc.data import (
     train_tokenizer,
 )
 from dmc.data.hub import TOKENIZER_FILES
+from dmc.data.numbering import excess_ids, has_tokenizer, moved_special_token, moved_token
 from dmc.data.sources import files_digest
 from dmc.data.streaming import check_stream
 from dmc.models.attention import Documents
 from dmc.models.loading import load_tokenizer
+from dmc.models.weights import read_model_config, weights_digest
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import StepLoader
@@ -77,16 +79,62 @@ def build_sources(sources: Mapping[str, Any], split: str) -> list[Any]:
     return [instantiate(settings, f"data.{split}.{name}", DocumentSource) for name, settings in sources.items()]
 
 
+def tokenizer_path(config: RunConfig) -> str | None:
+    """Return the folder or hub name of a run's tokenizer: the one it names, or the model's own; None: it is trained.
+
+    A tokenizer is trained for a fresh model: to a model that has one the numbers of another mean other words.
+    """
+    settings, model = config.data.tokenizer, config.model
+    if settings.path is None and model is not None and (settings.train_vocab_size is None or has_tokenizer(model)):
+        return model
+    return settings.path
+
+
 def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, that of the model where the data names none, or train it on the training text."""
-    data = config.data
-    if data.tokenizer.train_vocab_size is not None:
+    """Load the tokenizer of a run, see `tokenizer_path`, or train it on the training text.
+
+    Raises:
+        ValueError: it is missing or damaged, or numbers tokens otherwise than the model.
+    """
+    data, path = config.data, tokenizer_path(config)
+    if path is None:
+        if config.model is not None:
+            logger.warning(
+                "model=%s has no tokenizer: one of %d tokens is trained on the text. If another one made the model's "
+                "text, name it: data.tokenizer.path", config.model, data.tokenizer.train_vocab_size,
+            )  # fmt: skip
         sources = build_sources(data.train, "train")
         texts = (text for source in sources for text in source.documents() if text)
         described = json.dumps([source.description() for source in sources], default=str)
-        return train_tokenizer(texts, data.tokenizer.train_vocab_size, str(data.tokenizer.folder), sources=described)
-    path = str(data.tokenizer.path or config.model)
-    return load_tokenizer(path, config.revision if path == config.model else None)
+        size, folder = data.tokenizer.train_vocab_size, str(data.tokenizer.folder)
+        tokenizer = train_tokenizer(texts, cast(int, size), folder, sources=described)
+    else:
+        tokenizer = load_tokenizer(path, config.revision if path == config.model else None)
+    _check_numbers(config, tokenizer, path)
+    return tokenizer
+
+
+def _check_numbers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: str | None) -> None:
+    """Refuse a tokenizer that numbers tokens otherwise than the model; if it is the model's own, say so."""
+    name = f"data.tokenizer.path={path}" if path != config.model else f"the tokenizer of model={path}"
+    if path is None:
+        name = f"data.tokenizer.train_vocab_size={config.data.tokenizer.train_vocab_size}"
+    remedy = "leave data.tokenizer.path out, and the model's own is taken"
+    folder = None if config.model is None else Path(config.model)
+    if folder is None or not (folder / "config.json").is_file():  # a fresh model, or one out of reach
+        if problem := excess_ids(tokenizer, config.base.shape.get("vocab_size") if folder is None else None):
+            raise ValueError(f"{name}: {problem}: raise base.shape.vocab_size, or leave it out")
+        return
+    shape = read_model_config(folder)
+    if problem := excess_ids(tokenizer, getattr(shape, "vocab_size", None)):
+        raise ValueError(f"{name}: {problem}: take the tokenizer that the model was trained with")
+    own = load_tokenizer(config.model) if path not in (None, config.model) and has_tokenizer(str(folder)) else None
+    if own is not None and (problem := moved_token(tokenizer, own)):
+        raise ValueError(f"{name}: {problem}: {remedy}")
+    if problem := moved_special_token(tokenizer, shape):
+        if path not in (None, config.model) and (own is None or problem != moved_special_token(own, shape)):
+            raise ValueError(f"{name}: {problem}: take the tokenizer that the model was trained with")
+        logger.warning("%s: %s", name, problem)
 
 
 def text_digests(config: RunConfig) -> dict[str, str]:
@@ -109,11 +157,20 @@ def text_digests(config: RunConfig) -> dict[str, str]:
                 found[key] = once(file, source.digest)
             else:
                 found[key] = source.digest()
-    folder = Path(data.tokenizer.path or config.model or "")
-    if data.tokenizer.train_vocab_size is None and folder.is_dir():
+    path = tokenizer_path(config)
+    if path is not None and (folder := Path(path)).is_dir():
         files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
         found["data.tokenizer"] = files_digest(sorted(files))
     return found
+
+
+def weight_digests(config: RunConfig) -> dict[str, str]:
+    """Return hashes of the weights that a run starts and learns from, by setting's name, see `weights_digest`."""
+    teacher = None if config.distillation is None else config.distillation.path
+    named = {"model": config.model, "training.distillation.path": None if teacher == config.model else teacher}
+    return {
+        name: weights_digest(Path(path)) for name, path in named.items() if path is not None and Path(path).is_dir()
+    }
 
 
 def held_out_batches(

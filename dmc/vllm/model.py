@@ -17,6 +17,8 @@ from vllm.forward_context import get_forward_context
 from dmc.kernels import choose_backend
 from dmc.models.build import fill_buffers, refuse_kernels
 from dmc.models.tensor_parallel import shard_model
+from dmc.models.ties import settle_ties
+from dmc.models.weights import refuse_nonfinite
 from dmc.policies.layer_attention import CacheAttention
 from dmc.ranks import Ranks
 from dmc.runtime import model_view
@@ -67,6 +69,8 @@ class DMCForCausalLM(nn.Module):
         for name, weight in weights:
             found = self._cuts[name].share(weight, self._ranks) if name in self._cuts else weight
             stored[name] = found.to(device, torch.float32 if any(module in name for module in exact) else dtype)
+        refuse_nonfinite(stored.items(), vllm.model_config.model)
+        settle_ties(model.config, stored)
         model.load_state_dict(stored, strict=False, assign=True)
         model.tie_weights()
         fill_buffers(model, device)

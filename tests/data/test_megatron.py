@@ -97,3 +97,25 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path, tokenizer)
         next(source.documents())
     with pytest.raises(ValueError, match="weight=0"):
         MegatronSource("corpus", weight=0)
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [(np.uint16, 300), (np.int32, 300), (np.int32, -1), (np.int16, -7)])
+@pytest.mark.parametrize("place", [0, 2**20 + 5])
+def test_every_id_is_a_word_of_the_tokenizer(dtype, wrong, place, tmp_path, tokenizer):
+    ids = np.zeros(2**20 + 9, dtype=dtype)
+    ids[place] = wrong
+    write(tmp_path / "corpus", [[ids]], dtype)
+    with pytest.raises(ValueError, match=rf"holds token {wrong}, the tokenizer has 300: not its text"):
+        build_packed(MegatronSource(str(tmp_path / "corpus")), tokenizer, 16, tmp_path / "cache")
+    assert not [*(tmp_path / "cache").glob("ranges/[!.]*")]
+
+
+def test_the_range_of_many_ids_is_read_once(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("dmc.data.megatron._BLOCK_TOKENS", 100)
+    write(tmp_path / "corpus", make_documents())
+    source = MegatronSource(str(tmp_path / "corpus"))
+    build_packed(source, tokenizer, 16, tmp_path / "cache")
+    monkeypatch.setattr("dmc.data.megatron._range_of", None)
+    build_packed(source, tokenizer, 16, tmp_path / "cache")
+    with pytest.raises(ValueError, match="holds token 99, the tokenizer has 60"):
+        source.check_ids(60, tmp_path / "cache")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
@@ -12,8 +14,13 @@ from pydantic import Field, StrictBool, StrictInt
 from dmc.compression import CompressionConfig
 from dmc.config.settings import Count, Named, OutputFolder, build_config, checked_dataclass
 from dmc.data.config import DataConfig
+from dmc.data.numbering import has_tokenizer
+from dmc.files import read_mapping
 from dmc.training.config.trainer import TrainerConfig
 from dmc.training.config.training import DistillationConfig, TrainingConfig
+
+ASKS_FOR_TOKENIZER = re.compile(r"\+*data\.tokenizer(\.train_vocab_size=|=.*\btrain_vocab_size\b)")
+"""Words of a command line that give the size of a tokenizer."""
 
 
 @checked_dataclass(frozen=True)
@@ -190,13 +197,32 @@ class RunConfig:
         return 1.0 if self.compression is None else self.compression.target_ratio
 
 
-def run_config(values: Mapping[str, Any]) -> RunConfig:
+def run_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Build the configuration from settings of configs/train.yaml; those of a plan are left out.
 
+    Args:
+        values: the settings.
+        overrides: those that were given on the command line.
     Raises:
-        ValueError: a setting is unknown, missing or out of range.
+        ValueError: a setting is unknown, missing or out of range, or the command line asks for a model that has a
+            tokenizer, and to train another one.
     """
     values = {name: value for name, value in values.items() if name not in ("plan", "planner")}
     config = build_config(RunConfig, values | {"compression": values.get("compression") or None})
     build_config(OutputFolder, config.output_dir, "output_dir")  # here, for a run that is read may lie anywhere
+    _refuse_to_train_tokenizer(config, overrides)
     return config
+
+
+def _refuse_to_train_tokenizer(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Refuse the size of a tokenizer for a model that has another; that of a text's settings is for fresh ones."""
+    if config.model is None or not any(map(ASKS_FOR_TOKENIZER.match, overrides)) or not has_tokenizer(config.model):
+        return
+    shape = Path(config.model) / "config.json"
+    words = read_mapping(shape).get("vocab_size") if shape.is_file() else None
+    if config.data.tokenizer.train_vocab_size not in (None, words):
+        raise ValueError(
+            f"data.tokenizer.train_vocab_size={config.data.tokenizer.train_vocab_size} with model={config.model}, "
+            f"which has a tokenizer{'' if words is None else f' for its {words} words'}: leave the size out, and the "
+            "model keeps its own; or leave the model out, and a fresh one is trained"
+        )

@@ -13,6 +13,7 @@ from dmc.data.streaming import check_stream_shards
 from dmc.models.conversion import check_retrofit
 from dmc.models.gqa import merge_heads_of_config
 from dmc.models.tensor_parallel import check_divides
+from dmc.models.weights import read_model_config
 from dmc.training.config import RunConfig
 from dmc.training.stages import Plan
 from dmc.training.text_data import build_sources
@@ -79,7 +80,7 @@ def base_shape(config: RunConfig, with_vocabulary: bool = True) -> PretrainedCon
     """
     model = config.model
     if model is not None and (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return read_model_config(Path(model))
     if model is not None and model != config.base.path:
         folder = local_copy(model, config.revision, files=["config.json"])
         revision = config.revision if folder == model else None

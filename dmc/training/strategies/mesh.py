@@ -36,7 +36,7 @@ from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
 from dmc.models.recurrent import attention_layers
 from dmc.models.tensor_parallel import check_divides, count_heads, cut_modules, pieces_of
-from dmc.models.weights import local_folder, open_weights
+from dmc.models.weights import local_folder, open_weights, refuse_nonfinite_parts
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
@@ -175,6 +175,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
                 _set_full(value, weight)
             else:
                 value.copy_(weight)
+        read = {name: value.detach() for name, value in weights_of(model).items() if name in stored}
+        local = ((name, value.to_local() if isinstance(value, DTensor) else value) for name, value in read.items())
+        refuse_nonfinite_parts(local, path, self.writers)
         for name, part in model.named_modules():
             if isinstance(part, GateAdapter) and f"{name}.weight" not in stored:
                 part.reset_parameters()

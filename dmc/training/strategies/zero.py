@@ -29,7 +29,7 @@ from dmc.models.adapter import GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
 from dmc.models.recurrent import attention_layers
-from dmc.models.weights import local_folder, open_weights
+from dmc.models.weights import local_folder, open_weights, refuse_nonfinite
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
 from dmc.training.strategies.parallelism import Parallelism, no_states
@@ -85,6 +85,7 @@ class ZeroStrategy(Parallelism, DeepSpeedStrategy):
                 weight = f"{name}.{key}"
                 if weight in stored:
                     value = stored[weight][:].to(self.root_device, parameter.dtype)
+                    refuse_nonfinite([(weight, value)], path)
                     setattr(part, key, nn.Parameter(merge_rows(value, parameter.shape[0], head_dim)))
             for key, buffer in list(part.named_buffers(recurse=False)):
                 if f"{name}.{key}" in stored:
