@@ -28,12 +28,10 @@ class EngineCore:
     Args:
         scheduler: chooses the tokens of each pass, and gives sequences their rows in the cache.
         runner: the model and its cache.
-        tokenizer: decodes what has ended; None: it stays without text.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Any) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner, self.cache = scheduler, runner, runner.cache
-        self._tokenizer = tokenizer
         self._vocab_size = runner.model.get_input_embeddings().num_embeddings
         self._counts: TokenCounts | None = None
         self._launched: LaunchedStep | None = None
@@ -174,7 +172,7 @@ class EngineCore:
         if request.root is None and len(request.branches) < request.params.n:
             for sequence in self.copies(request.sequence, request.params.n - 1):
                 generator = new_generator(request.params, self.cache.layout.ranks, len(request.branches))
-                branch = self.by_sequence[sequence] = request.branch(sequence, generator, self._tokenizer)
+                branch = self.by_sequence[sequence] = request.branch(sequence, generator)
                 if sequence.row is None:
                     branch.stats_before = self.stats(request)
         return [branch for branch in request.branches if not branch.logprobs]
@@ -276,7 +274,7 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason, cache_is_valid: bool = True) -> None:
         """End a continuation and free its blocks, which the prefix cache takes over only if they are valid."""
         sequence = request.sequence
-        request.finish(reason, self.stats(request), self._tokenizer)
+        request.finish(reason, self.stats(request))
         if self._counts is not None and request.history is not None:
             self._counts.close(request.history)
         self.by_sequence.pop(sequence, None)
