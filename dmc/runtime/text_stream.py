@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 UNFINISHED = "\ufffd"
@@ -26,16 +27,16 @@ class PromptEnd:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._prompt = tokenizer, prompt
+        self._tokenizer, self.tokens = tokenizer, prompt
 
     @cached_property
     def decoded(self) -> tuple[list[int], str]:
         """The tokens, and their text."""
         count = FIRST_CONTEXT
         while True:
-            tokens = [*self._prompt[-count:]]
+            tokens = [*self.tokens[-count:]]
             text = decode(self._tokenizer, tokens)
-            if count >= len(self._prompt) or (text.strip() and not text.startswith(UNFINISHED)):
+            if count >= len(self.tokens) or (text.strip() and not text.startswith(UNFINISHED)):
                 return tokens, text
             count *= 4
 
@@ -71,6 +72,7 @@ class TextStream:
         self._tokenizer, self._stop, self._prompt = tokenizer, stop, PromptEnd(tokenizer, prompt)
         self._context: list[int] | None = None
         self._unsettled: list[int] = []
+        self._unsettled_text = ""
         self._shown = ""
         self._num_given = 0  # characters of the unsettled tokens' text that are released
         self._held = ""
@@ -108,6 +110,11 @@ class TextStream:
             self._push_up_to(index)
             return min(self._offsets[index], sum(map(len, self.pieces)) if self.stopped else self._length)
 
+    def tokens_before(self, index: int) -> Iterator[int]:
+        """Yield the tokens before the one of this index, those of the prompt first."""
+        yield from self._prompt.tokens
+        yield from self._tokens[:index]
+
     def text(self) -> str:
         """Return the whole text, the same as all pieces and the last one together, in any thread."""
         with self._lock:
@@ -123,14 +130,17 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Return the text that has become final with this token; it may be empty."""
-        self._offsets.append(self._length)
         text, unsettled = self._text_with(token)
-        self._unsettled = unsettled
+        common = commonprefix((self._unsettled_text, text))
+        common = common.rstrip(UNFINISHED) if text.endswith(UNFINISHED) else common
+        self._offsets.append(self._length - self._num_given + len(common))
+        self._unsettled, self._unsettled_text = unsettled, text
         end = self._final_length(text)
         piece = self._release(text[self._num_given : end])
         self._num_given = max(self._num_given, end)
         if text and end == len(text):
-            self._context, self._unsettled, self._shown, self._num_given = unsettled, [], "", 0
+            self._context, self._unsettled, self._unsettled_text = unsettled, [], ""
+            self._shown, self._num_given = "", 0
         return piece
 
     def finish(self) -> str:
