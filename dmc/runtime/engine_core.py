@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,8 @@ class EngineCore:
         self._settled: list[TokenEvent] = []
         self.by_sequence: dict[Sequence, Request] = {}
         """The continuation of each sequence."""
+        self._suspects: deque[dict[Sequence, int]] = deque()
+        """Of each request of a pass that has failed its sequences, and how many tokens of each were to be cached."""
 
     def __contains__(self, request: Request) -> bool:
         """Whether a continuation of the request has not ended."""
@@ -60,6 +63,7 @@ class EngineCore:
             return self.take_settled() + self._pass()
         except BaseException:
             self._launched = None
+            self._suspects.clear()
             self.scheduler.reset()
             self.abort([*self.by_sequence.values()])
             raise
@@ -70,12 +74,14 @@ class EngineCore:
         return events
 
     def _pass(self) -> list[TokenEvent]:
-        """Run a pass that has been launched or that the scheduler chooses; one that fails ends its requests."""
+        """Run a pass that has been launched or that the scheduler chooses; see `_fail_pass` for one that fails."""
         launched, self._launched = self._launched, None
         chunks = self._next_chunks() if launched is None else []
         sequences = [chunk.sequence for chunk in chunks] if launched is None else launched.batch.sequences
         if not sequences:
             return []
+        counts = [len(chunk.tokens) for chunk in chunks] or [1] * len(sequences)
+        ends = {one: one.num_computed_tokens + count for one, count in zip(sequences, counts, strict=True)}
         try:
             if launched is None:
                 requests = [self.by_sequence[sequence] for sequence in sequences]
@@ -86,10 +92,11 @@ class EngineCore:
             return self._land(launched)
         except Exception as error:
             logger.warning("a pass of %d requests has failed", len(sequences), exc_info=True)
-            self._fail_pass(sequences, error)
+            self._fail_pass(ends, error)
             return []
 
     def _next_chunks(self) -> list[ScheduledChunk]:
+        self.scheduler.alone = self._next_suspects()
         chunks = self.scheduler.next_chunks()
         if (outgrown := self.scheduler.outgrown) is not None:
             self.scheduler.outgrown = None
@@ -117,7 +124,7 @@ class EngineCore:
         try:
             self._settled += self._land(launched)
         except Exception as error:
-            self._fail_pass(launched.batch.sequences, error)
+            self._fail_pass({one: one.num_computed_tokens + 1 for one in launched.batch.sequences}, error)
 
     def _land(self, launched: LaunchedStep) -> list[TokenEvent]:
         """Wait for a launched step and append its tokens."""
@@ -297,14 +304,38 @@ class EngineCore:
         (request.root or request).error = error
         self._finish(request, "error", cache_is_valid)
 
-    def _fail_pass(self, sequences: list[Sequence], error: Exception) -> None:
-        """End the requests of a pass that has failed, with all of their continuations; others are computed again."""
+    def _fail_pass(self, ends: dict[Sequence, int], error: Exception) -> None:
+        """End the request of a pass that has failed; of several, each is computed again alone, to see whose fault it is.
+
+        Args:
+            ends: the pass's sequences, and how many tokens of each were to be cached behind it.
+            error: what the pass has raised.
+        """
         self._launched = None
+        sequences = [*ends]
         self.scheduler.recover(sequences)
-        requests = [self.by_sequence[sequence] for sequence in sequences if sequence in self.by_sequence]
-        for root in dict.fromkeys(request.root or request for request in requests):
+        by_root: dict[Request, dict[Sequence, int]] = {}
+        for sequence in sequences:
+            if (request := self.by_sequence.get(sequence)) is not None:
+                by_root.setdefault(request.root or request, {})[sequence] = ends[sequence]
+        if len(by_root) > 1:
+            self.scheduler.again([sequence for suspects in by_root.values() for sequence in suspects])
+            self._suspects.extend(by_root.values())
+            return
+        for root in by_root:
             for branch in self._unfinished(root):
                 self._fail(branch, error)
+
+    def _next_suspects(self) -> Collection[Sequence]:
+        """Return the sequences of the next request that has to come through alone; none: all have."""
+        while self._suspects:
+            suspects = [sequence for sequence in self._suspects[0] if sequence in self.by_sequence]
+            if any(sequence.num_computed_tokens < self._suspects[0][sequence] for sequence in suspects):
+                return suspects
+            self._suspects.popleft()
+            for sequence in [*self.scheduler.running]:
+                self.scheduler.pause(sequence)
+        return ()
 
     def _out_of_blocks(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache
