@@ -184,9 +184,7 @@ class Engine:
                 given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
             TypeError: an argument is of another kind.
         """
-        request = self._inputs.request(
-            after or prompt, params, session, context=prompt if after else None
-        )
+        request = self._inputs.request(after or prompt, params, session, context=prompt if after else None)
         self._start(request)
         return request
 

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -305,7 +304,7 @@ class EngineCore:
         self._finish(request, "error", cache_is_valid)
 
     def _fail_pass(self, ends: dict[Sequence, int], error: Exception) -> None:
-        """End the request of a pass that has failed; of several, each is computed again alone, to see whose fault it is.
+        """End the request of a pass that has failed; of several, each is computed again alone, to see which fails.
 
         Args:
             ends: the pass's sequences, and how many tokens of each were to be cached behind it.

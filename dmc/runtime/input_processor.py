@@ -106,11 +106,11 @@ class InputProcessor:
         end = None if params.ignore_eos else self._model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
         params = dataclasses.replace(params, stop_token_ids=tuple(token for token in ends if token >= 0))  # -1: none
-        tokens, stream = self.encode(prompt, begins_text=not sequence.tokens), None
+        ids, stream = self.encode(prompt, begins_text=not sequence.tokens), None
         if self._tokenizer is not None:
-            stream = TextStream(self._tokenizer, params.stop, [*sequence.tokens, *tokens])
+            stream = TextStream(self._tokenizer, params.stop, [*sequence.tokens, *ids])
         generator = new_generator(params, self._core.cache.layout.ranks)
-        request = Request(sequence, prompt=tokens, params=params, generator=generator, text_stream=stream)
+        request = Request(sequence, prompt=ids, params=params, generator=generator, text_stream=stream)
         self.check_can_start(request)
         return request
 

@@ -16,6 +16,8 @@ from dmc.runtime.paged_cache import PagedCache
 
 DISTANCE = 7
 """Positions between the two tokens that are compared."""
+PROJECTIONS = ("q_proj", "qkv_proj")
+"""What an attention layer has, and other layers have not."""
 NORMS = ("query_layernorm", "key_layernorm")
 """Norms behind RoPE of some families, whose weights do not commute with it."""
 
@@ -105,7 +107,7 @@ def rotary_of(model: Any, view: Any, cache: PagedCache) -> ModelRotary:
     attentions = {
         int(module.layer_idx): module
         for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "o_proj") or hasattr(module, "dense"))
+        if isinstance(getattr(module, "layer_idx", None), int) and any(hasattr(module, name) for name in PROJECTIONS)
     }
     places = cache.layout.places
     full = [index for index in probe.seen if cache.layout.window_of(places[index]) is None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any
 
 UNFINISHED = "\ufffd"
@@ -54,6 +53,12 @@ class PromptEnd:
 def decode(tokenizer: Any, tokens: list[int]) -> str:
     """Decode tokens as texts are: without special ones."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def common_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 class TextStream:
@@ -131,9 +136,9 @@ class TextStream:
     def push(self, token: int) -> str:
         """Return the text that has become final with this token; it may be empty."""
         text, unsettled = self._text_with(token)
-        common = commonprefix((self._unsettled_text, text))
-        common = common.rstrip(UNFINISHED) if text.endswith(UNFINISHED) else common
-        self._offsets.append(self._length - self._num_given + len(common))
+        before = self._unsettled_text
+        old = common_length(before.rstrip(UNFINISHED) if text.endswith(UNFINISHED) else before, text)
+        self._offsets.append(self._length - self._num_given + old)
         self._unsettled, self._unsettled_text = unsettled, text
         end = self._final_length(text)
         piece = self._release(text[self._num_given : end])

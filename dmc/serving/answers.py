@@ -99,7 +99,7 @@ class Answer:
                 for number in range(request.n):
                     yield self._event(Update(first_choice + number, *echo, None))
             try:
-                text, step = event.text, (event.token_id, event.logprob, event.top_logprobs)
+                text, step = event.text, (event.token_id, event.logprob, event.top_logprobs or {})
                 tokens = self._new_tokens(job, event.number, [step], event.index)
             except Exception as error:  # of the tokenizer
                 raise APIError(500, f"the request has failed: {error!r}", None, "generation_failed") from error

@@ -25,7 +25,7 @@ class TokenLogprob(NamedTuple):
 
 
 def in_text(
-    steps: Iterable[tuple[int, float | None, dict[int, float] | None]],
+    steps: Iterable[tuple[int, float | None, dict[int, float]]],
     texts: TokenTexts,
     stream: TextStream,
     first: int = 0,
@@ -42,7 +42,7 @@ def in_text(
     """
     return [
         TokenLogprob(
-            *(token, logprob, top or {}, shift + stream.offset_of(index)),
+            *(token, logprob, top, shift + stream.offset_of(index)),
             begins_text=texts.special_ids.issuperset(stream.tokens_before(index)),
         )
         for index, (token, logprob, top) in enumerate(steps, start=first)
@@ -72,9 +72,11 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], texts: TokenTexts) -> di
 
     tops: list[dict[str, float | None] | None] = []
     for token in tokens:
-        top = None if token.logprob is None else {named(token.token, token.begins_text): _finite(token.logprob)}
-        ranked = sorted(token.top.items(), key=lambda item: -item[1])
-        for other, logprob in ranked if top is not None else ():
+        if token.logprob is None:
+            tops.append(None)
+            continue
+        top = {named(token.token, token.begins_text): _finite(token.logprob)}
+        for other, logprob in sorted(token.top.items(), key=lambda item: -item[1]):
             if other != token.token:
                 name = named(other, token.begins_text)
                 top[f"token_id:{other}" if name in top else name] = _finite(logprob)

@@ -203,9 +203,7 @@ class AssistantMessage(Message):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[
-        Items[Annotated[Message | AssistantMessage, Field(discriminator="role")]], Field(min_length=1)
-    ]
+    messages: Annotated[Items[Annotated[Message | AssistantMessage, Field(discriminator="role")]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0

@@ -50,7 +50,9 @@ def finish(engine, requests):
     "options", [{}, {"prefill_chunk_size": 8}, {"max_batch_size": 2}, {"prefix_cache": True}], ids=str
 )
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_pass_that_fails_costs_the_request_alone_that_makes_it_fail(method, options, make_stock, make_compressed, make_prompts):
+def test_a_pass_that_fails_costs_the_request_alone_that_makes_it_fail(
+    method, options, make_stock, make_compressed, make_prompts
+):
     engine = build(method, make_stock, make_compressed, **options)
     prompts = clean(make_prompts(20, 90, 9, 30))
     expected = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
@@ -72,9 +74,7 @@ def test_a_pass_that_fails_costs_the_request_alone_that_makes_it_fail(method, op
 
 
 @pytest.mark.parametrize("memory", [None, 2**17])
-def test_a_fault_in_the_middle_of_an_answer_costs_no_others(
-    memory, make_stock, make_prompts
-):
+def test_a_fault_in_the_middle_of_an_answer_costs_no_others(memory, make_stock, make_prompts):
     engine = build(None, make_stock, None, memory=memory, max_batch_size=5)
     sampled = SamplingParams(max_new_tokens=12, seed=3, n=2)
     long, *prompts = clean(make_prompts(24, 9, 30, 12))

@@ -110,7 +110,7 @@ def test_a_character_that_the_prompt_begins_is_the_continuations(kind):
 
 
 def bytes_as_letters(data):
-    """The letters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from 256 on."""
+    """The letters of bytes in byte-level vocabularies: printable ones for themselves, others from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in data]
@@ -154,9 +154,7 @@ def whole(engine, prompt, tokens):
 
 
 PROMPT = [2, 3, 17, 18]
-SPACED = {
-    token: 8.0 for token in range(40) if made("llama 2", 3).convert_ids_to_tokens(token).startswith(MARK)
-}
+SPACED = {token: 8.0 for token in range(40) if made("llama 2", 3).convert_ids_to_tokens(token).startswith(MARK)}
 
 
 def test_generations_continuations_and_streams_go_on_from_the_prompts_text(engine):

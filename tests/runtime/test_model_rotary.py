@@ -20,9 +20,7 @@ MANY = {"cohere", "glm", "glm4_moe", "ernie4_5", "smollm3", "hunyuan_v1_dense", 
 ROTATING = {
     "StreamingLLM": policies.StreamingLLM(budget=Budget(tokens=12), sinks=3, rerotate=True),
     "ExpectedAttention": policies.ExpectedAttention(budget=Budget(tokens=12), sinks=2, future=20),
-    "InfLLM": policies.InfLLM(
-        budget=Budget(tokens=14), block_size=4, representatives=2, initial=2, local=6, chunk=8
-    ),
+    "InfLLM": policies.InfLLM(budget=Budget(tokens=14), block_size=4, representatives=2, initial=2, local=6, chunk=8),
 }
 
 

@@ -52,7 +52,7 @@ def ask():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_tokens_join_to_the_text_of_a_chat(ask, kind):
     fields = {"messages": [{"role": "user", "content": "a bo"}], "logprobs": True, "top_logprobs": 5, "n": 3}
-    answer, tokenizer = ask(kind, is_chat=True, max_tokens=16, temperature=1.0, seed=2, ignore_eos=True, **fields)
+    answer, _ = ask(kind, is_chat=True, max_tokens=16, temperature=1.0, seed=2, ignore_eos=True, **fields)
     for choice in answer["choices"]:
         content = choice["logprobs"]["content"]
         joined = bytes(byte for token in content for byte in token["bytes"])
@@ -68,7 +68,14 @@ def test_the_bytes_of_tokens_join_to_the_text_of_a_chat(ask, kind):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_five_entries_stay_five_and_offsets_lead_into_the_text_that_is_sent(ask, kind, stream):
-    fields = {"prompt": [0, 5, 4, 3, 2, 6], "echo": True, "logprobs": 5, "max_tokens": 12, "seed": 5, "temperature": 1.0}
+    fields = {
+        "prompt": [0, 5, 4, 3, 2, 6],
+        "echo": True,
+        "logprobs": 5,
+        "max_tokens": 12,
+        "seed": 5,
+        "temperature": 1.0,
+    }
     answer, tokenizer = ask(kind, stream=stream, ignore_eos=True, **fields)
     choices = [chunk["choices"][0] for chunk in answer] if stream else answer["choices"]
     text = "".join(choice["text"] for choice in choices)

@@ -80,7 +80,7 @@ def test_a_template_that_would_leave_calls_out_is_an_error_and_not_a_silence():
 
 
 def test_calls_are_not_generated():
-    with pytest.raises(APIError, match="tools=.* is not served"):
+    with pytest.raises(APIError, match=r"tools=.* is not served"):
         encoded(TOOLS, HISTORY, tools=[{"type": "function"}])
 
 
