@@ -25,9 +25,11 @@ def leader_scale(
     return scale
 
 
-def full_attention_tables(rotary_emb: Any, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a stock model's own cos and sin of its layers without a window, [B, T, R] in the dtype of `like`."""
-    kinds = ("full_attention",) if hasattr(rotary_emb, "full_attention_inv_freq") else ()  # RoPE differs by kind
+def full_attention_tables(
+    rotary_emb: Any, like: Tensor, position_ids: Tensor, kind: str | None = "full_attention"
+) -> tuple[Tensor, Tensor]:
+    """Return a stock model's own cos and sin, [B, T, R] in the dtype of `like`, where they differ those of a kind."""
+    kinds = (kind,) if hasattr(rotary_emb, f"{kind}_inv_freq") else ()
     if hasattr(rotary_emb, "mrope_section"):  # positions in time, height and width, the same for text
         position_ids = position_ids.expand(3, -1, -1)
     cos, sin = rotary_emb(like, position_ids, *kinds)

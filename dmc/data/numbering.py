@@ -62,12 +62,13 @@ def moved_special_token(tokenizer: PreTrainedTokenizerBase, config: Any) -> str 
     for role in ROLES:
         numbers = _numbers(getattr(config, f"{role}_token_id", None))
         own = getattr(tokenizer, f"{role}_token_id")
-        fits = {
-            "bos": lambda number, own=own: number in special and own is None,
-            "eos": lambda number, own=own: number in special and (own is None or tokens[number] in ENDS),
-            "pad": lambda number: number in special,
-        }[role]
-        if numbers and own not in numbers and not any(map(fits, numbers)):
+        if role == "bos":
+            fitting = special if own is None else set()
+        elif role == "eos":
+            fitting = {number for number in special if own is None or tokens.get(number) in ENDS}
+        else:
+            fitting = special
+        if numbers and own not in numbers and fitting.isdisjoint(numbers):
             said = f"the model's config.json says {role}_token_id={getattr(config, f'{role}_token_id')}"
             return f"{said}, which is its {tokens.get(numbers[0])!r}, and its {role} token has the id {own}"
     return None

@@ -20,7 +20,7 @@ from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, slots_below
 from dmc.policies.base import above_all
 from dmc.policies.budgets import keep_top
-from dmc.policies.layer_attention import Cache, RotaryTables
+from dmc.policies.layer_attention import Cache, Rotary
 from dmc.policies.repetition import EndedPrompt, Repetition, RepetitionPolicy, SecondReading
 
 STEPS = 50
@@ -67,7 +67,7 @@ class AttentionMatching(RepetitionPolicy):
         return (*kept, Field("repeated", torch.int32, "row"), fitted)
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Matching:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> Matching:
         return Matching(cache, backend, self, rotary)
 
 

@@ -31,7 +31,7 @@ from dmc.budget import Budget
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import slots_below
 from dmc.kernels.reference import nth_newest
-from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 
 Sum = Literal["mass", "squares", "value_norm", "score"]
 """Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
@@ -61,7 +61,10 @@ class Entries:
     read_values: Callable[[], Tensor]
     """Returns a copy of the values, [S, H, N, D]."""
     rotate: Callable[[Tensor, Tensor], Tensor]
-    """Rotates keys [S, H, n, D] by RoPE over additional positions, int64 [S, n]."""
+    """Turns keys [S, H, n, D] by the layer's RoPE over additional positions, int64 [S, n], of policies that declare
+    `rotates`."""
+    rotate_queries: Callable[[Tensor, Tensor], Tensor]
+    """Turns queries [S, H_q, n, D] likewise."""
     nominal: Tensor
     """Budget at the end of the last prompt, entries per head, int64 [S]."""
     tokens: Sequence[int] = ()
@@ -212,6 +215,11 @@ class CachePolicy:
         return None
 
     @property
+    def rotates(self) -> bool:
+        """Whether it turns queries or keys to other positions, so that it must know how the model does."""
+        return False
+
+    @property
     def serves_compressed(self) -> bool:
         """Whether it can further compress the cache of a model with learned gates."""
         return False
@@ -268,12 +276,12 @@ class CachePolicy:
         """Return the runs of layers whose entries are partly in the host's memory, by name of the run."""
         return {}
 
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> CacheAttention:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> CacheAttention:
         """Return the object that appends tokens and attends under this policy.
 
         Args:
             cache: the engine's cache, with the fields above.
             backend: kernel module.
-            rotary: RoPE tables, for rotating keys to other positions.
+            rotary: turns queries and keys to other positions; None: the policy does not declare `rotates`.
         """
         return CacheAttention(cache, backend)

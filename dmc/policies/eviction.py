@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from dmc.compression import rotate
 from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch, Phase
 from dmc.kernels.layout import CacheLayout, Field
@@ -19,7 +18,7 @@ from dmc.kernels.pages import gather_pages, places
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.base import CachePolicy, Entries, PromptState, Rewrite, SeenLayer, Sum
 from dmc.policies.budgets import entries_allowed, keep_top, mean_held, within
-from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 from dmc.policies.merging import rewrite
 from dmc.policies.protection import Protection, Protector, split_positions
 
@@ -88,7 +87,7 @@ class EvictionPolicy(Protection, CachePolicy):
         return (*kept, *(Field(name, torch.float32, "slot") for name in self.sums))
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Eviction:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> Eviction:
         return Eviction(cache, backend, self, rotary)
 
     def gather(self, before: Any, query: Tensor, begin: int) -> Any:
@@ -158,9 +157,9 @@ class Eviction(CacheAttention):
     of them first. Slots of learned gates are evicted only when a prompt ends: the window's queries rank them.
     """
 
-    def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: RotaryTables) -> None:
+    def __init__(self, cache: Cache, backend: ModuleType, policy: EvictionPolicy, rotary: Rotary | None) -> None:
         super().__init__(cache, backend)
-        self.policy, self._rotary, self._protector = policy, rotary, Protector(policy, self)
+        self.policy, self._given_rotary, self._protector = policy, rotary, Protector(policy, self)
         self._powers = {name: POWERS[name] for name in policy.sums if name in POWERS}
         self._has_positions = cache.layout.compression is None
         self._prompts: dict[tuple[int, int], PromptState] = defaultdict(PromptState)  # by layer and row
@@ -201,6 +200,12 @@ class Eviction(CacheAttention):
                 self._end_prompt(layer_index, batch, index, scaling)
         return attended
 
+    @property
+    def _rotary(self) -> Rotary:
+        if self._given_rotary is None:
+            raise TypeError(f"{type(self.policy).__name__} turns queries or keys: let its `rotates` say so")
+        return self._given_rotary
+
     def _write_metadata(self, layer_index: int, batch: ForwardBatch, value: Tensor) -> None:
         """Write the metadata of entries that have just been appended; `value` [T, H, D] is theirs."""
         if layer_index == 0:
@@ -221,8 +226,9 @@ class Eviction(CacheAttention):
                 window = new if state.window is None else torch.cat((state.window, new), dim=1)
                 state.window = window[:, -policy.window :].clone()
             if policy.gathers:
-                cos, sin = self._rotary(torch.arange(begin, begin + span.stop - span.start, device=query.device)[None])
-                unrotated = rotate(query[None, span].transpose(1, 2).float() * scaling, cos, -sin)[0]
+                back = -torch.arange(begin, begin + span.stop - span.start, device=query.device)[None]
+                rotated = query[None, span].transpose(1, 2).float() * scaling
+                unrotated = self._rotary.turn_queries(layer_index, rotated, back)[0]
                 state.gathered = policy.gather(state.gathered, unrotated, begin)
 
     def _attend_and_sum(
@@ -395,6 +401,7 @@ class Eviction(CacheAttention):
             read_sums=lambda: dict(zip(sums, self.backend.read_metadata(layer, rows, sums, num_entries), strict=True)),
             read_keys=lambda: gather(layer.key_pages, layer.key_scales),
             read_values=lambda: gather(layer.value_pages, layer.value_scales),
-            rotate=lambda states, positions: rotate(states.float(), *self._rotary(positions)),
+            rotate=lambda keys, positions: self._rotary.turn_keys(layer_index, keys, positions),
+            rotate_queries=lambda queries, positions: self._rotary.turn_queries(layer_index, queries, positions),
             nth_newest=self.backend.nth_newest,
         )

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
+from typing_extensions import override
 
 from dmc.budget import Budget
 from dmc.config.settings import Count, NonNegative, Share, checked_dataclass
@@ -56,6 +57,11 @@ class ExpectedAttention(EvictionPolicy):
     gathers: ClassVar[bool] = True
 
     @property
+    @override
+    def rotates(self) -> bool:
+        return True
+
+    @property
     def serves_compressed(self) -> bool:
         """See `CachePolicy`: RoPE does not cover a borrowed neuron."""
         return False
@@ -82,7 +88,7 @@ class ExpectedAttention(EvictionPolicy):
         if (moments := entries.gathered) is not None:
             unit = torch.eye(keys.shape[-1], device=keys.device)[None, :, None].expand(-1, -1, self.future, -1)
             ahead = entries.tokens_seen[:, None] + torch.arange(self.future, device=keys.device)
-            turn = entries.rotate(unit, ahead).mean(2)[0]  # row i is R e_i, [D, D]
+            turn = entries.rotate_queries(unit, ahead).mean(2)[0]  # row i is R e_i, [D, D]
             column = entries.attention_sinks
             mean = (moments.mean @ turn).unflatten(0, (heads, -1))
             logits = mean @ keys.transpose(1, 2)

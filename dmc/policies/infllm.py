@@ -9,14 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from dmc.budget import Budget
-from dmc.compression import rotate
 from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_slots, places
 from dmc.kernels.probabilities import QUERY_BLOCK, softmax_with_sinks
-from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 from dmc.policies.reading import ReadingPolicy, top_positions
 
 
@@ -57,6 +56,11 @@ class InfLLM(ReadingPolicy):
         return self.chunk
 
     @property
+    @override
+    def rotates(self) -> bool:
+        return True
+
+    @property
     def can_fork(self) -> bool:
         """See `CachePolicy`: which blocks have keys is known beside the cache."""
         return False
@@ -67,7 +71,8 @@ class InfLLM(ReadingPolicy):
         return keys, Field("received", torch.float32, "slot")
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> InfLLMAttention:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> InfLLMAttention:
+        assert rotary is not None
         return InfLLMAttention(cache, backend, self, rotary)
 
     def num_blocks(self, prompt_length: int) -> int:
@@ -98,7 +103,7 @@ def block_relevance(query: Tensor, representative: Tensor) -> Tensor:
 class InfLLMAttention(CacheAttention):
     """Appends tokens, then attends chunk by chunk with scores of its own, for keys have two kinds of positions."""
 
-    def __init__(self, cache: Cache, backend: ModuleType, policy: InfLLM, rotary: RotaryTables) -> None:
+    def __init__(self, cache: Cache, backend: ModuleType, policy: InfLLM, rotary: Rotary) -> None:
         super().__init__(cache, backend)
         self.policy, self._rotary = policy, rotary
         self._represented: dict[tuple[int, int], int] = {}  # number of blocks with a key, by layer and row
@@ -166,9 +171,9 @@ class InfLLMAttention(CacheAttention):
         dtype, query = query.dtype, batch.pad(query).transpose(1, 2).float() * scaling
         far_query, far_key = query[:, :, :, :0], key[:, :, :0]
         if far is not None:
-            far_query = rotate(query, *self._rotary(local - positions))
+            far_query = self._rotary.turn_queries(layer_index, query, local - positions)
             inside = far.clamp_min(0).minimum(last)[:, None]
-            far_key = rotate(gather_slots(layer.key_pages, tables, inside).float(), *self._rotary(-far))
+            far_key = self._rotary.turn_keys(layer_index, gather_slots(layer.key_pages, tables, inside), -far)
             value = torch.cat((value, gather_slots(layer.value_pages, tables, inside).float()), dim=2)
         outputs, received = [], key.new_zeros(key.shape[:3])
         for block in torch.arange(positions.shape[1], device=last.device).split(QUERY_BLOCK):
@@ -217,7 +222,7 @@ class InfLLMAttention(CacheAttention):
         """Relevance of the first blocks to a chunk, [S, num_blocks]."""
         tables, positions = self.cache.block_tables[layer_index, batch.row_index], batch.pad(batch.positions)
         query = batch.pad(query).transpose(1, 2).float()
-        query = rotate(query, *self._rotary(self.policy.local - positions)).mean(2)
+        query = self._rotary.turn_queries(layer_index, query, self.policy.local - positions).mean(2)
         keys = self._block_keys()[self._block_places(tables, torch.arange(num_blocks, device=tables.device))]
         return block_relevance(query.view(len(tables), tables.shape[1], -1, query.shape[-1]), keys)
 
@@ -238,7 +243,7 @@ class InfLLMAttention(CacheAttention):
         received = gather_slots(layer.entry_metadata["received"], tables, tokens[:, None]).unflatten(2, (-1, size))
         count = torch.full(received.shape[:-1], policy.representatives, device=rows.device)
         chosen = top_positions(received, count, policy.representatives)  # [1, H, blocks, representatives]
-        key = rotate(gather_slots(layer.key_pages, tables, tokens[:, None]).float(), *self._rotary(-tokens))
+        key = self._rotary.turn_keys(layer_index, gather_slots(layer.key_pages, tables, tokens[:, None]), -tokens)
         key = key.unflatten(2, (-1, size))
         chosen_key = key.gather(3, chosen[..., None].expand(*chosen.shape, key.shape[-1]))
         self._block_keys()[self._block_places(tables, blocks)] = chosen_key.mean(3)

@@ -18,7 +18,7 @@ from dmc.kernels.pages import places
 from dmc.policies.base import Entries, Sum
 from dmc.policies.delayed_scorer import DelayedScorer
 from dmc.policies.eviction import Eviction, EvictionPolicy
-from dmc.policies.layer_attention import Cache, RotaryTables
+from dmc.policies.layer_attention import Cache, Rotary
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,11 @@ class KVpop(EvictionPolicy):
 
     @property
     @override
+    def rotates(self) -> bool:
+        return True
+
+    @property
+    @override
     def decodes_on_device(self) -> bool:
         return False
 
@@ -77,7 +82,7 @@ class KVpop(EvictionPolicy):
         return num_kv_heads * self._scorer.state_numbers + 1
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Following:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> Following:
         return Following(cache, backend, self, rotary)
 
     def scores(self, entries: Entries, budget: int | Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places
 from dmc.policies.base import Sum, above_all
 from dmc.policies.budgets import keep_top
-from dmc.policies.layer_attention import Cache, RotaryTables
+from dmc.policies.layer_attention import Cache, Rotary
 from dmc.policies.repetition import EndedPrompt, Repetition, RepetitionPolicy, SecondReading
 
 
@@ -47,7 +47,7 @@ class KVzip(RepetitionPolicy):
         return (*super().fields(layout), Field("scored", torch.int32, "row"))
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> Reconstruction:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> Reconstruction:
         return Reconstruction(cache, backend, self, rotary)
 
 

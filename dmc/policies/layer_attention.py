@@ -18,8 +18,15 @@ from dmc.kernels.layout import CacheLayout
 from dmc.kernels.reference import as_read
 from dmc.kernels.windows import window_attention
 
-RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Position ids [S, n] -> cos, sin [S, n, D]."""
+
+class Rotary(Protocol):
+    """The model's own RoPE, which turns to other positions what it has rotated already."""
+
+    def turn_queries(self, layer_index: int, query: Tensor, positions: Tensor) -> Tensor:
+        """Turn queries [S, heads, n, D] of a layer further by positions [S, n], which may be negative; float32."""
+
+    def turn_keys(self, layer_index: int, key: Tensor, positions: Tensor) -> Tensor:
+        """Turn keys, as `turn_queries` does queries."""
 
 
 class Cache(Protocol):

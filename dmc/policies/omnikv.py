@@ -26,7 +26,7 @@ from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import gather_pages, places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
-from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 from dmc.policies.placement import Choice, DevicePlacement, HostPlacement, PromptPart
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
@@ -125,7 +125,7 @@ class OmniKV(ReadingPolicy):
         return self.sparse_layers(num_layers) if self.offload else {}
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> OmniKVAttention:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> OmniKVAttention:
         return OmniKVAttention(cache, backend, self)
 
     def num_chosen(self, prompt_length: int) -> int:

@@ -14,7 +14,7 @@ from dmc.kernels.base import NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
 from dmc.kernels.pages import places, small_pages
-from dmc.policies.layer_attention import Cache, CacheAttention, RotaryTables
+from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 
 
@@ -50,7 +50,7 @@ class Quest(ReadingPolicy):
         return tuple(Field(name, layout.dtype, "block", shape, self.page_size) for name in ("lowest", "largest"))
 
     @override
-    def attention(self, cache: Cache, backend: ModuleType, rotary: RotaryTables) -> QuestAttention:
+    def attention(self, cache: Cache, backend: ModuleType, rotary: Rotary | None) -> QuestAttention:
         return QuestAttention(cache, backend, self)
 
     def num_pages(self, num_tokens: int, prompt_length: int) -> int:

@@ -46,6 +46,11 @@ class StreamingLLM(LocalWindow):
     def merges(self) -> bool:  # type: ignore[override]
         return self.rerotate and self.sinks > 0
 
+    @property
+    @override
+    def rotates(self) -> bool:
+        return self.merges
+
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:
         """Space for the sinks' original keys, for `rerotate`."""
         return self.sinks * num_kv_heads * head_dim if self.rerotate else 0

@@ -115,7 +115,7 @@ class Engine:
         self._runner = Runner(model, self.cache, kernels, policy, record, compiles=is_compiled(model, layout, compile))
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
         self._scheduler = Scheduler(self.cache, prefill_chunk_size, token_budget, policy, self._prefixes)
-        self._core = EngineCore(self._scheduler, self._runner, tokenizer)
+        self._core = EngineCore(self._scheduler, self._runner)
         self._inputs = InputProcessor(model, tokenizer, policy, self._core)
 
     @property
@@ -184,9 +184,7 @@ class Engine:
                 given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
             TypeError: an argument is of another kind.
         """
-        request = self._inputs.request(
-            after or prompt, params, session, streams_text=True, context=prompt if after else None
-        )
+        request = self._inputs.request(after or prompt, params, session, context=prompt if after else None)
         self._start(request)
         return request
 
@@ -255,7 +253,7 @@ class Engine:
             ValueError: see `submit`.
             ArithmeticError: the model's logits were not finite.
         """
-        return self._events(self._inputs.request(prompt, params, session, streams_text=True))
+        return self._events(self._inputs.request(prompt, params, session))
 
     def feed(self, prompt: str | list[int], session: Session) -> GenerationStats:
         """Compute a prompt into a session's cache without generating; `Session.feed` calls it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -28,18 +28,18 @@ class EngineCore:
     Args:
         scheduler: chooses the tokens of each pass, and gives sequences their rows in the cache.
         runner: the model and its cache.
-        tokenizer: decodes what has ended; None: it stays without text.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Any) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner, self.cache = scheduler, runner, runner.cache
-        self._tokenizer = tokenizer
         self._vocab_size = runner.model.get_input_embeddings().num_embeddings
         self._counts: TokenCounts | None = None
         self._launched: LaunchedStep | None = None
         self._settled: list[TokenEvent] = []
         self.by_sequence: dict[Sequence, Request] = {}
         """The continuation of each sequence."""
+        self._suspects: deque[dict[Sequence, int]] = deque()
+        """Of each request of a pass that has failed its sequences, and how many tokens of each were to be cached."""
 
     def __contains__(self, request: Request) -> bool:
         """Whether a continuation of the request has not ended."""
@@ -62,6 +62,7 @@ class EngineCore:
             return self.take_settled() + self._pass()
         except BaseException:
             self._launched = None
+            self._suspects.clear()
             self.scheduler.reset()
             self.abort([*self.by_sequence.values()])
             raise
@@ -72,12 +73,14 @@ class EngineCore:
         return events
 
     def _pass(self) -> list[TokenEvent]:
-        """Run a pass that has been launched or that the scheduler chooses; one that fails ends its requests."""
+        """Run a pass that has been launched or that the scheduler chooses; see `_fail_pass` for one that fails."""
         launched, self._launched = self._launched, None
         chunks = self._next_chunks() if launched is None else []
         sequences = [chunk.sequence for chunk in chunks] if launched is None else launched.batch.sequences
         if not sequences:
             return []
+        counts = [len(chunk.tokens) for chunk in chunks] or [1] * len(sequences)
+        ends = {one: one.num_computed_tokens + count for one, count in zip(sequences, counts, strict=True)}
         try:
             if launched is None:
                 requests = [self.by_sequence[sequence] for sequence in sequences]
@@ -88,10 +91,11 @@ class EngineCore:
             return self._land(launched)
         except Exception as error:
             logger.warning("a pass of %d requests has failed", len(sequences), exc_info=True)
-            self._fail_pass(sequences, error)
+            self._fail_pass(ends, error)
             return []
 
     def _next_chunks(self) -> list[ScheduledChunk]:
+        self.scheduler.alone = self._next_suspects()
         chunks = self.scheduler.next_chunks()
         if (outgrown := self.scheduler.outgrown) is not None:
             self.scheduler.outgrown = None
@@ -119,7 +123,7 @@ class EngineCore:
         try:
             self._settled += self._land(launched)
         except Exception as error:
-            self._fail_pass(launched.batch.sequences, error)
+            self._fail_pass({one: one.num_computed_tokens + 1 for one in launched.batch.sequences}, error)
 
     def _land(self, launched: LaunchedStep) -> list[TokenEvent]:
         """Wait for a launched step and append its tokens."""
@@ -174,7 +178,7 @@ class EngineCore:
         if request.root is None and len(request.branches) < request.params.n:
             for sequence in self.copies(request.sequence, request.params.n - 1):
                 generator = new_generator(request.params, self.cache.layout.ranks, len(request.branches))
-                branch = self.by_sequence[sequence] = request.branch(sequence, generator, self._tokenizer)
+                branch = self.by_sequence[sequence] = request.branch(sequence, generator)
                 if sequence.row is None:
                     branch.stats_before = self.stats(request)
         return [branch for branch in request.branches if not branch.logprobs]
@@ -276,7 +280,7 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason, cache_is_valid: bool = True) -> None:
         """End a continuation and free its blocks, which the prefix cache takes over only if they are valid."""
         sequence = request.sequence
-        request.finish(reason, self.stats(request), self._tokenizer)
+        request.finish(reason, self.stats(request))
         if self._counts is not None and request.history is not None:
             self._counts.close(request.history)
         self.by_sequence.pop(sequence, None)
@@ -299,14 +303,38 @@ class EngineCore:
         (request.root or request).error = error
         self._finish(request, "error", cache_is_valid)
 
-    def _fail_pass(self, sequences: list[Sequence], error: Exception) -> None:
-        """End the requests of a pass that has failed, with all of their continuations; others are computed again."""
+    def _fail_pass(self, ends: dict[Sequence, int], error: Exception) -> None:
+        """End the request of a pass that has failed; of several, each is computed again alone, to see which fails.
+
+        Args:
+            ends: the pass's sequences, and how many tokens of each were to be cached behind it.
+            error: what the pass has raised.
+        """
         self._launched = None
+        sequences = [*ends]
         self.scheduler.recover(sequences)
-        requests = [self.by_sequence[sequence] for sequence in sequences if sequence in self.by_sequence]
-        for root in dict.fromkeys(request.root or request for request in requests):
+        by_root: dict[Request, dict[Sequence, int]] = {}
+        for sequence in sequences:
+            if (request := self.by_sequence.get(sequence)) is not None:
+                by_root.setdefault(request.root or request, {})[sequence] = ends[sequence]
+        if len(by_root) > 1:
+            self.scheduler.again([sequence for suspects in by_root.values() for sequence in suspects])
+            self._suspects.extend(by_root.values())
+            return
+        for root in by_root:
             for branch in self._unfinished(root):
                 self._fail(branch, error)
+
+    def _next_suspects(self) -> Collection[Sequence]:
+        """Return the sequences of the next request that has to come through alone; none: all have."""
+        while self._suspects:
+            suspects = [sequence for sequence in self._suspects[0] if sequence in self.by_sequence]
+            if any(sequence.num_computed_tokens < self._suspects[0][sequence] for sequence in suspects):
+                return suspects
+            self._suspects.popleft()
+            for sequence in [*self.scheduler.running]:
+                self.scheduler.pause(sequence)
+        return ()
 
     def _out_of_blocks(self, sequence: Sequence) -> OutOfBlocksError:
         cache = self.cache

@@ -77,7 +77,6 @@ class InputProcessor:
         prompt: str | list[int],
         params: SamplingParams | None,
         session: Session | None = None,
-        streams_text: bool = False,
         context: str | list[int] | None = None,
     ) -> Request:
         """Check what `Engine.submit` was given, and make a request of it.
@@ -86,7 +85,6 @@ class InputProcessor:
             prompt: text or token ids.
             params: sampling parameters; None: the defaults.
             session: session whose next turn it is; None: a new sequence.
-            streams_text: whether text is decoded as tokens come, if there is a tokenizer.
             context: prompt of an earlier turn, which is fed before; None: there is none.
         Raises:
             ValueError: see `Engine.submit`.
@@ -108,14 +106,11 @@ class InputProcessor:
         end = None if params.ignore_eos else self._model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
         params = dataclasses.replace(params, stop_token_ids=tuple(token for token in ends if token >= 0))  # -1: none
-        needs_text = bool(params.stop) or (streams_text and self._tokenizer is not None)
-        request = Request(
-            sequence,
-            prompt=self.encode(prompt, begins_text=not sequence.tokens),
-            params=params,
-            generator=new_generator(params, self._core.cache.layout.ranks),
-            text_stream=TextStream(self._tokenizer, params.stop) if needs_text else None,
-        )
+        ids, stream = self.encode(prompt, begins_text=not sequence.tokens), None
+        if self._tokenizer is not None:
+            stream = TextStream(self._tokenizer, params.stop, [*sequence.tokens, *ids])
+        generator = new_generator(params, self._core.cache.layout.ranks)
+        request = Request(sequence, prompt=ids, params=params, generator=generator, text_stream=stream)
         self.check_can_start(request)
         return request
 

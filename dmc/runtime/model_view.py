@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dmc.compression import CompressionConfig, full_attention_tables, rotate
-from dmc.compression.full_attention import layer_windows, refuse_other_attention, rotates_full_layers
+from dmc.compression import CompressionConfig
+from dmc.compression.full_attention import layer_windows, refuse_other_attention
 from dmc.kernels.layout import CacheLayout
 from dmc.kernels.recurrent import state_fields
 from dmc.policies import CachePolicy
-from dmc.policies.layer_attention import RotaryTables
 from dmc.ranks import ALONE
 from dmc.runtime.paged_forward import STOCK_ATTENTION, stock_recurrent
 
@@ -237,44 +236,3 @@ def fit_policy(
             "than it; use policy=None"
         )
     return policy.fitted(num_layers, block_size)
-
-
-def rotary_of(model: Any) -> RotaryTables:
-    """Return the function from position ids [S, n] to cos and sin of layers without a window, float32 [S, n, D].
-
-    It raises NotImplementedError for a model that does not rotate all channels of all layers by halves, as Llama does:
-    the policies that ask for tables would turn its keys wrongly.
-    """
-    check, head_dim = functools.cache(lambda: _check_rotates_by_halves(model)), layout_of(model).head_dim
-
-    def tables(position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        check()
-        rotary = model.model.rotary_emb
-        cos, sin = full_attention_tables(rotary, torch.zeros((), device=position_ids.device), position_ids)
-        scale = getattr(rotary, "full_attention_attention_scaling", None) or rotary.attention_scaling
-        missing = head_dim // cos.shape[-1]  # some tables have each angle once, for both halves
-        return cos.repeat(1, 1, missing) / scale, sin.repeat(1, 1, missing) / scale
-
-    return tables
-
-
-def _check_rotates_by_halves(model: Any) -> None:
-    attention = next(module for module in model.modules() if hasattr(module, "q_proj") or hasattr(module, "qkv_proj"))
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    layout = layout_of(model)
-    states = torch.linspace(-1, 1, 2 * layout.head_dim, device=layout.device).view(1, 1, 2, -1)
-    angles = torch.linspace(0, 1, layout.head_dim // 2, device=layout.device).repeat(1, 2, 2)
-    cos, sin = angles.cos(), angles.sin()
-    turned = rotate(states, cos, sin)
-    partly = getattr(model.config, "partial_rotary_factor", None) or (model.config.rope_parameters or {}).get(
-        "partial_rotary_factor", 1.0
-    )
-    everywhere = all(getattr(model.config, "no_rope_layers", None) or [1]) and rotates_full_layers(model.config)
-    start = torch.zeros(1, 1, dtype=torch.long, device=layout.device)
-    width = full_attention_tables(model.model.rotary_emb, states, start)[0].shape[-1]
-    tables = cos[..., :width], sin[..., :width]
-    if apply is None or partly != 1 or not everywhere or not torch.allclose(apply(states, states, *tables)[1], turned):
-        raise NotImplementedError(
-            "the policy turns keys further by RoPE, which is written for models that rotate all channels of all "
-            f"layers by halves, as Llama does; this {model.config.model_type} model does not"
-        )

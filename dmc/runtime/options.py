@@ -30,8 +30,8 @@ class SamplingParams:
     """Tokens to generate at most, >= 1."""
     temperature: Annotated[StrictFloat, Field(ge=0)] = 1.0
     """0 is greedy."""
-    top_k: Count | None = None
-    """Sample among the k most likely tokens, and those as likely as the k-th."""
+    top_k: Count | Literal[-1] | None = None
+    """Sample among the k most likely tokens, and those as likely as the k-th; None or -1: among all."""
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens whose probabilities reach this sum, in (0, 1]."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
@@ -65,7 +65,7 @@ class SamplingParams:
     @cached_property
     def numbers(self) -> tuple[float, float, float, float]:
         """What the device is told of a row: temperature, top_k (0: all), top_p, min_p."""
-        return self.temperature, float(self.top_k or 0), self.top_p, self.min_p
+        return self.temperature, float(max(self.top_k or 0, 0)), self.top_p, self.min_p
 
     @cached_property
     def stops_on_device(self) -> tuple[int, ...]:

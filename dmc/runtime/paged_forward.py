@@ -15,9 +15,11 @@ from dmc.compression.base import RunRecurrent
 from dmc.kernels.base import NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.recurrent import run_layer
-from dmc.policies.layer_attention import CacheAttention, RotaryTables
+from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime.paged_cache import PagedCache
 
+RotaryTables = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Position ids [1, n] -> cos, sin [1, n, D]."""
 STOCK_ATTENTION = "dmc_paged"
 HARMLESS = {
     "position_ids": "queries and keys are rotated already",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,7 +204,7 @@ class Request:
     generator: torch.Generator | None = None
     """Source of its draws; None: it is greedy."""
     text_stream: TextStream | None = None
-    """Decodes new tokens to text as they come; None: text is made at the end."""
+    """Decodes new tokens to text, as they come or at the end; None: there is no tokenizer."""
     forced: Forced = field(default_factory=lambda: Forced([]))
     """Tokens whose predictions are asked for although they are given: the prompt's, where its probabilities are."""
     logprobs: list[float] = field(default_factory=list)
@@ -243,9 +242,9 @@ class Request:
         """All continuations that have begun."""
         return [self, *self.alternatives]
 
-    def branch(self, sequence: Sequence, generator: torch.Generator | None, tokenizer: Any) -> Request:
+    def branch(self, sequence: Sequence, generator: torch.Generator | None) -> Request:
         """Begin another continuation of the prompt, with nothing generated yet."""
-        stream = None if self.text_stream is None else TextStream(tokenizer, self.params.stop)
+        stream = None if self.text_stream is None else self.text_stream.another()
         other = Request(sequence, self.prompt, self.params, generator, stream, self.forced, root=self)
         other.number = len(self.branches)
         self.alternatives.append(other)
@@ -307,17 +306,14 @@ class Request:
             event.request.inbox.append(event)
         return event
 
-    def finish(self, reason: FinishReason, stats: GenerationStats, tokenizer: Any) -> None:
+    def finish(self, reason: FinishReason, stats: GenerationStats) -> None:
         """Put the generation together; one whose text cannot be decoded ends with the tokenizer's error."""
         tokens, root, text = self.new_tokens, self.root or self, None
-        pieces = "" if self.text_stream is None else "".join(self.text_stream.pieces)
-        try:
-            if self.text_stream is not None and self.text_stream.stopped:
-                text = pieces
-            elif tokenizer is not None:
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-        except Exception as error:
-            text, reason, root.error = pieces, "error", root.error or error
+        if self.text_stream is not None:
+            try:
+                text = self.text_stream.text()
+            except Exception as error:
+                text, reason, root.error = "".join(self.text_stream.pieces), "error", root.error or error
         prompt_steps = [] if self.params.prompt_logprobs is None else self.forced.steps
         self.outcome = Generation(
             *(tokens, text, self.logprobs, stats, reason, self.top_logprobs),

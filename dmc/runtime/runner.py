@@ -17,6 +17,7 @@ from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime import model_view
 from dmc.runtime.decode_steps import NUM_INPUTS, DecodeBatch, DecodeSteps, Recorder, Result
+from dmc.runtime.model_rotary import rotary_of
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.request import Request
@@ -55,6 +56,7 @@ class Runner:
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
+        NotImplementedError: the policy turns queries or keys, and the model does so in a way that is not known.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Runner:
             self._rotate = model_view.compiled_for_any_number(rotate)
             self._graph_settings = model_view.general_graphs
         model_view.use_backend_linear(self._view, backend)
-        rotary = self._rotary or model_view.rotary_of(model)
+        turns = policy is not None and policy.rotates
+        rotary = rotary_of(model, self._view, cache) if turns else None
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
         self._decode_steps = None
         if record is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from dmc.kernels.batch import GENERATED, Phase
@@ -67,6 +67,8 @@ class Scheduler:
         """Kept sequences with a row that do not run, or wait to run; the least recently used first."""
         self.bases: list[Base] = []
         """What frozen sequences hold; it has no row, and is not evicted."""
+        self.alone: Collection[Sequence] = ()
+        """Sequences that alone may enter; none: all may."""
         self.outgrown: Sequence | None = None
         """Sequence whose next token does not fit the whole memory; the caller of `next_chunks` removes it."""
 
@@ -205,7 +207,7 @@ class Scheduler:
         """Empty the cache after a failed pass, whose writes may be half done; sequences outside of it are recomputed.
 
         Args:
-            failed: the sequences of the pass, which are on no list any more.
+            failed: the sequences of the pass, which are on no list any more; `again` queues them.
         """
         others = [sequence for sequence in (*self.running, *self.waiting) if sequence not in failed]
         for sequence in (*self.running, *self.resting):
@@ -214,6 +216,17 @@ class Scheduler:
             sequence.num_preemptions += 1
         self.reset()
         self.waiting.extend(others)
+
+    def again(self, failed: list[Sequence]) -> None:
+        """Queue sequences of a failed pass, before all others."""
+        self.waiting.extendleft(reversed(failed))
+
+    def pause(self, sequence: Sequence) -> None:
+        """Let a running sequence wait, with what it has in the cache."""
+        self.running.remove(sequence)
+        self.waiting.append(sequence)
+        if sequence.row is not None:
+            self.resting.append(sequence)
 
     def reset(self) -> None:
         """Drop everything, whatever state an interrupted step has left behind; all blocks are freed."""
@@ -256,10 +269,12 @@ class Scheduler:
         if not self.waiting:
             return
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        for sequence in list(itertools.islice(self.waiting, len(self.cache.tokens_seen))):
+        for sequence in list(itertools.islice(self.waiting, None if self.alone else len(self.cache.tokens_seen))):
             left = self._left_after(num_tokens)
             if left == 0:
                 return
+            if self.alone and sequence not in self.alone:
+                continue
             self._prefix_of(sequence)
             if self._waits_for_others(sequence):
                 continue

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 
 from openai.types import Completion, Model
@@ -16,6 +16,9 @@ from prometheus_client import Metric
 
 from dmc.results.policies import budget_name
 from dmc.runtime import Engine, Generation, GenerationStats
+from dmc.runtime.generation import Step
+from dmc.runtime.text_stream import TextStream
+from dmc.serving.logprobs import TokenLogprob, chat_logprobs, completion_logprobs, in_text
 from dmc.serving.requests import (
     APIError,
     ChatRequest,
@@ -26,18 +29,8 @@ from dmc.serving.requests import (
     encode_prompts,
     sampling_params,
 )
+from dmc.serving.token_texts import TokenTexts
 from dmc.serving.worker import Job, JobEvent, Worker, engines_stopped
-
-LEAST_LOGPROB = -9999.0
-"""Log-probability that OpenAI writes for an impossible token; JSON has no infinity."""
-
-
-class TokenLogprob(NamedTuple):
-    """A token, its log-probability, and the most likely tokens with theirs."""
-
-    token: int
-    logprob: float | None
-    top: dict[int, float]
 
 
 class Update(NamedTuple):
@@ -46,7 +39,10 @@ class Update(NamedTuple):
     choice: int
     text: str
     tokens: list[TokenLogprob]
+    """Empty where no log-probabilities are requested."""
     finish_reason: str | None
+    begins: bool = True
+    """Whether it is the first of its choice in a stream, or the only one."""
 
 
 class Answer:
@@ -57,12 +53,16 @@ class Answer:
         jobs: one job for each prompt.
         engine: engine that serves the model.
         events: queue of the jobs' token events, stats and results.
+        token_texts: of the engine's tokenizer.
     """
 
-    def __init__(self, request: Any, jobs: list[Job], engine: Engine, events: asyncio.Queue[JobEvent]) -> None:
+    def __init__(
+        self, request: Any, jobs: list[Job], engine: Engine, events: asyncio.Queue[JobEvent], token_texts: TokenTexts
+    ) -> None:
         self._request, self._jobs, self._engine, self._events = request, jobs, engine, events
         self._is_chat = isinstance(request, ChatRequest)
-        self._text_lengths: dict[int, int] = {}
+        self._token_texts = token_texts
+        self._echo_lengths: dict[int, int] = {}
         self._num_generated = 0
         self._running_stats: dict[int, GenerationStats] = {}
         self._generations: dict[int, Generation] = {}
@@ -98,12 +98,13 @@ class Answer:
                 echo = await asyncio.to_thread(self._echo, job)
                 for number in range(request.n):
                     yield self._event(Update(first_choice + number, *echo, None))
-            token = TokenLogprob(event.token_id, event.logprob, event.top_logprobs or {})
             try:
-                text = event.text
+                text, step = event.text, (event.token_id, event.logprob, event.top_logprobs or {})
+                tokens = self._new_tokens(job, event.number, [step], event.index)
             except Exception as error:  # of the tokenizer
                 raise APIError(500, f"the request has failed: {error!r}", None, "generation_failed") from error
-            yield self._event(Update(first_choice + event.number, text, [token], event.finish_reason))
+            update = Update(first_choice + event.number, text, tokens, event.finish_reason, begins=False)
+            yield self._event(update)
         if not request.stream:
             yield await asyncio.to_thread(self._full_response)
             return
@@ -120,11 +121,12 @@ class Answer:
         for job in self._jobs:
             text, tokens = self._echo(job)
             best = self._generations[job.index]
-            for generation in (best, *best.alternatives):
+            for number, generation in enumerate((best, *best.alternatives)):
                 top: Any = generation.top_logprobs or itertools.repeat({})
-                new = map(TokenLogprob, generation.token_ids, generation.logprobs, top)
-                full_text = text + (generation.text or "")
-                updates.append(Update(len(updates), full_text, [*tokens, *new], generation.finish_reason))
+                steps = zip(generation.token_ids, generation.logprobs, top, strict=False)
+                new = self._new_tokens(job, number, steps)
+                whole = text + (generation.text or "")
+                updates.append(Update(len(updates), whole, [*tokens, *new], generation.finish_reason))
         return self._write(updates, self._usage())
 
     def _write(self, updates: list[Update], usage: dict[str, Any] | None) -> str:
@@ -138,12 +140,14 @@ class Answer:
         return str(response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json())
 
     def _choice(self, update: Update) -> dict[str, Any]:
-        logprobs = None if self._request.num_logprobs is None else self._logprobs(update)
+        logprobs = None
+        if self._request.num_logprobs is not None:
+            write = chat_logprobs if self._is_chat else completion_logprobs
+            logprobs = write(update.tokens, self._token_texts)
         choice = {"index": update.choice, "finish_reason": update.finish_reason, "logprobs": logprobs}
         if not self._is_chat:
             return choice | {"text": update.text}
-        is_first = not self._request.stream or not (update.tokens or update.finish_reason)
-        message = {"role": "assistant" if is_first else None, "content": update.text}
+        message = {"role": "assistant" if update.begins else None, "content": update.text}
         return choice | {"delta" if self._request.stream else "message": message}
 
     def _usage(self) -> dict[str, Any]:
@@ -177,40 +181,20 @@ class Answer:
         """Return the echoed prompt, as the tokenizer decodes it: text, and log-probabilities if requested."""
         if not self._request.echo:
             return "", []
-        text = str(self._engine.tokenizer.decode(job.prompt, skip_special_tokens=True))
+        stream = TextStream(self._engine.tokenizer, prompt=job.request.sequence.tokens[: job.num_carried])
+        for token in job.prompt:
+            stream.add(token)
+        self._echo_lengths[job.index] = len(text := stream.text())
         if self._request.num_logprobs is None:
             return text, []
-        scored = itertools.starmap(TokenLogprob, job.request.forced.steps)
-        return text, [TokenLogprob(job.prompt[0], None, {}), *scored]
+        return text, in_text([(job.prompt[0], None, {}), *job.request.forced.steps], self._token_texts, stream)
 
-    def _logprobs(self, update: Update) -> dict[str, Any]:
-        tokens = [self._token(token, logprob) for token, logprob, _ in update.tokens]
-        tops = [[self._token(*item) for item in token.top.items()] for token in update.tokens]
-        if self._is_chat:
-            content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
-            return {"content": content, "refusal": None}
-        start = self._text_lengths.get(update.choice, 0)
-        offsets = [*itertools.accumulate((len(token["token"]) for token in tokens), initial=start)]
-        self._text_lengths[update.choice] = offsets[-1]
-        top_logprobs: list[Any] = []
-        for token, top in zip(tokens, tops, strict=True):
-            if token["logprob"] is None:
-                top_logprobs.append(None)
-                continue
-            # the most likely of tokens with the same text comes last, and stays
-            ranked = sorted([token, *top], key=lambda candidate: candidate["logprob"])
-            top_logprobs.append({candidate["token"]: candidate["logprob"] for candidate in ranked})
-        return {
-            "tokens": [token["token"] for token in tokens],
-            "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": top_logprobs,
-            "text_offset": offsets[:-1],
-        }
-
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = str(self._engine.tokenizer.decode([token]))
-        finite = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return {"token": text, "bytes": [*text.encode("utf-8", "replace")], "logprob": finite}
+    def _new_tokens(self, job: Job, number: int, steps: Iterable[Step], first: int = 0) -> list[TokenLogprob]:
+        """Place generated tokens of a choice in its text, if log-probabilities are requested."""
+        if self._request.num_logprobs is None:
+            return []
+        stream = job.request.branches[number].text_stream
+        return in_text(steps, self._token_texts, stream, first, self._echo_lengths.get(job.index, 0))
 
 
 class LocalService:
@@ -218,6 +202,7 @@ class LocalService:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self._created = worker, int(time.time())
+        self._texts: dict[str, TokenTexts] = {}
 
     async def health(self) -> dict[str, Any]:
         """Return that the engines run.
@@ -270,7 +255,7 @@ class LocalService:
         jobs = [Job(model, prompts[index], params[index], index, **shared) for index in range(len(prompts))]
         self.worker.submit(jobs)
         try:
-            async for chunk in Answer(request, jobs, engine, events).chunks():
+            async for chunk in Answer(request, jobs, engine, events, self._token_texts(model)).chunks():
                 yield chunk
         finally:
             self.worker.abort(jobs)
@@ -280,6 +265,11 @@ class LocalService:
             message = f"model {model!r:.100} is not served: expected one of {', '.join(self.worker.engines)}"
             raise APIError(404, message, "model", "model_not_found")
         return engine
+
+    def _token_texts(self, model: str) -> TokenTexts:
+        if model not in self._texts:
+            self._texts[model] = TokenTexts(self.worker.engines[model].tokenizer)
+        return self._texts[model]
 
     def _num_carried(self, request: Any) -> int:
         """Return the number of tokens of the carried cache that a request names; 0: it names none.

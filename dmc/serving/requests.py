@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -27,8 +28,8 @@ SAMPLING = {
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
 """Fields that `SamplingParams` has under the same name."""
-TYPES = {"str", "int", "bool", "float"}
-"""Types that pydantic names in the location of a union's error."""
+TYPES = {"str", "int", "bool", "float", "system", "developer", "user", "assistant", "tool"}
+"""Types, and roles of messages, that pydantic names in the location of a union's error."""
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose first wrong item ends its validation."""
@@ -148,10 +149,10 @@ class TextPart(Body):
 class Message(Body):
     """A message, whose content becomes one text."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "tool", "function"]
     content: str | Items[TextPart]
     name: str | None = None
-    tool_call_id: str | None = Field(None, exclude=True)
+    tool_call_id: str | None = None
 
     @field_validator("content")
     @classmethod
@@ -159,10 +160,50 @@ class Message(Body):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+class CalledFunction(Body):
+    """A function that an assistant called before; templates take its arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parse(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            return json.loads(arguments or "{}")
+        except ValueError:
+            raise PydanticCustomError("json", "the JSON of an object") from None
+
+
+class ToolCall(Body):
+    """A call of a tool in a conversation's history."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, exclude=True)
+
+
+class AssistantMessage(Message):
+    """An earlier answer; one that calls tools may have no text."""
+
+    role: Literal["assistant"]  # type: ignore[assignment]
+    content: str | Items[TextPart] = Field("", validate_default=False)
+    tool_calls: Annotated[Items[ToolCall], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if "content" not in self.model_fields_set and self.tool_calls is None:
+            raise PydanticCustomError("says_nothing", "content, or tool_calls")
+        return self
+
+
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1)]
+    messages: Annotated[Items[Annotated[Message | AssistantMessage, Field(discriminator="role")]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
@@ -229,6 +270,8 @@ def _api_error(error: ValidationError) -> APIError:
         return APIError(422, f"{name}={value!r:.80} is not served here: leave it out", name, "unsupported_parameter")
     if first["type"] == "missing":
         return APIError(400, f"{name}: missing", name)
+    if first["type"] == "union_tag_invalid":
+        return APIError(400, f"{name}.role={first['ctx']['tag']:.80}: expected {first['ctx']['expected_tags']}", name)
     expected = [details["msg"] for details in errors if len(details["loc"]) == len(loc)]
     expected = [message.removeprefix("Input should be ") for message in dict.fromkeys(expected)]
     return APIError(400, f"{name}={value!r:.80}: expected {' or '.join(expected):.300}", name)
@@ -255,6 +298,9 @@ def encode_prompts(request: GenerationRequest, engine: Engine) -> list[list[int]
     if not getattr(engine.tokenizer, "chat_template", None):
         raise APIError(400, f"{request.model!r} has no chat template: use /v1/completions", "messages")
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    if any("tool_calls" in message for message in messages) and "tool_calls" not in str(engine.tokenizer.chat_template):
+        message = f"the chat template of {request.model!r} leaves out tool_calls: expected messages without them"
+        raise APIError(400, message, "messages")
     options = {"add_generation_prompt": True, "return_dict": False}
     tokens = _for_field("messages", lambda: engine.tokenizer.apply_chat_template(messages, **options))
     if request.cache_id is not None and tokens[:1] == [engine.tokenizer.bos_token_id]:

@@ -128,7 +128,7 @@ def _check_numbers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: 
     shape = read_model_config(folder)
     if problem := excess_ids(tokenizer, getattr(shape, "vocab_size", None)):
         raise ValueError(f"{name}: {problem}: take the tokenizer that the model was trained with")
-    own = load_tokenizer(config.model) if path not in (None, config.model) and has_tokenizer(str(folder)) else None
+    own = load_tokenizer(folder) if path not in (None, config.model) and has_tokenizer(str(folder)) else None
     if own is not None and (problem := moved_token(tokenizer, own)):
         raise ValueError(f"{name}: {problem}: {remedy}")
     if problem := moved_special_token(tokenizer, shape):

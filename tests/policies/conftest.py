@@ -111,6 +111,7 @@ def make_entries():
             read_keys=lambda: keys,
             read_values=lambda: values,
             rotate=lambda states, turns: states,
+            rotate_queries=lambda states, turns: states,
             nominal=torch.tensor([0]),
             limit=limit,
             **parts,

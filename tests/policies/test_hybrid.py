@@ -1,7 +1,6 @@
 """Policies in models some of whose layers have a window or no attention: they act on the others."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from dmc.policies.base import Entries
 from dmc.policies.expected_attention import Moments
 
 TOLERANCE = 1e-4
-ROTATING = ("StreamingLLM, rerotate", "ExpectedAttention")
 ALL = {**POLICIES, **READING}
 RECURRENT = ["qwen3_next", "qwen3_5_text"]
 
@@ -88,17 +86,6 @@ def test_a_crowd_with_forks_is_served_as_each_request_alone_and_a_budget_for_all
         assert generation.token_ids == own_tokens(model, prompt, 6)
 
 
-@pytest.mark.parametrize("method", ROTATING)
-@pytest.mark.parametrize("family", ["cohere2", "exaone4", "qwen3_next"])
-def test_policies_that_turn_keys_refuse_full_layers_without_rotation_or_with_less(family, method):
-    engine = Engine((recurrent if family in RECURRENT else hybrid)(family), policy=POLICIES[method])
-    with (
-        warnings.catch_warnings(action="ignore"),
-        pytest.raises(NotImplementedError, match=f"turns keys further by RoPE.*this {family} model does not"),
-    ):
-        engine.generate(texts(60), SamplingParams(max_new_tokens=3, temperature=0))
-
-
 def test_a_model_whose_layers_all_have_a_window_takes_no_policy():
     with pytest.raises(ValueError, match="all layers of this mistral model have a window"):
         Engine(hybrid("mistral"), policy=POLICIES["H2O"])
@@ -111,7 +98,7 @@ def test_expected_attention_counts_the_sinks_of_the_model():
     entries = Entries(
         layer_index=0, num_layers=1, lengths=torch.full((1, 2), 6), num_entries=6, tokens_seen=torch.tensor([6]),
         memory=torch.empty(0), read_positions=lambda: torch.arange(6).int().expand(1, 2, 6), read_sums=dict,
-        read_keys=lambda: keys, read_values=lambda: values, rotate=lambda states, _: states,
+        read_keys=lambda: keys, read_values=lambda: values, rotate=None, rotate_queries=lambda states, _: states,
         nominal=torch.tensor([4]), gathered=Moments(5, mean, torch.zeros(4, 8, 8)), attention_sinks=sinks,
     )  # fmt: skip
     found = policy.observe(entries, 4)[0]

@@ -1,4 +1,4 @@
-"""A pass that fails ends the requests that it computes; all others lose nothing but time."""
+"""A pass that fails ends the request whose fault it is; all others lose nothing but time."""
 
 from __future__ import annotations
 
@@ -51,36 +51,59 @@ def finish(engine, requests):
 
 
 @pytest.mark.parametrize(("method", "options"), BOTH, ids=str)
-def test_a_pass_that_fails_costs_its_own_requests_alone(method, options, make_stock, make_compressed, make_prompts):
+def test_a_pass_that_fails_costs_the_request_alone_that_makes_it_fail(
+    method, options, make_stock, make_compressed, make_prompts
+):
     engine = build(method, make_stock, make_compressed, **options)
     prompts = clean(make_prompts(20, 90, 9, 30))
     expected = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
     broken = [*prompts[1], POISON, 3]
-    requests, fed = [engine.submit(prompt, GREEDY) for prompt in (prompts[0], broken, *prompts[1:])], []
-    choose = engine._scheduler.next_chunks
-    engine._scheduler.next_chunks = lambda: fed.append(choose()) or fed[-1]
-    while requests[1].generation is None:
-        engine.step()
-    together = [chunk.sequence for chunk in fed[-1]]
+    requests = [engine.submit(prompt, GREEDY) for prompt in (prompts[0], broken, *prompts[1:])]
     finish(engine, requests)
-    assert engine.blocks_in_use == 0 and requests[1].sequence in together
-    others = 0
+    assert engine.blocks_in_use == 0
+    assert requests[1].generation.finish_reason == "error" and "cannot read this" in str(requests[1].error)
     for request, theirs in zip([requests[0], *requests[2:]], expected, strict=True):
-        if request.sequence in together:
-            assert request.generation.finish_reason == "error"
-            assert "the kernel cannot read this" in str(request.error)
-            continue
-        others += 1
         assert request.error is None
         assert request.generation.token_ids == theirs.token_ids
         assert request.generation.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert torch.equal(request.generation.stats.slots, theirs.stats.slots)
         torch.testing.assert_close(request.generation.stats.mean_slots, theirs.stats.mean_slots)
-    assert others or "max_batch_size" not in options
-    with pytest.raises(RuntimeError, match=r"request \d of 3 .*: the kernel cannot read this"):
+    with pytest.raises(RuntimeError, match=r"request 1 of 3 \(from 0\): the kernel cannot read this"):
         engine.generate([prompts[0], broken, prompts[1]], GREEDY)
     for prompt, theirs in zip(prompts, expected, strict=True):
         assert engine.generate([prompt], GREEDY)[0].token_ids == theirs.token_ids
+
+
+@pytest.mark.parametrize("memory", [None, 2**17])
+def test_a_fault_in_the_middle_of_an_answer_costs_no_others(memory, make_stock, make_prompts):
+    engine = build(None, make_stock, None, memory=memory, max_batch_size=5)
+    sampled = SamplingParams(max_new_tokens=12, seed=3, n=2)
+    long, *prompts = clean(make_prompts(24, 9, 30, 12))
+    plain = engine.generate(prompts, sampled)
+    token_ids = [[one.token_ids for one in (best, *best.alternatives)] for best in plain]
+
+    def poison(tokens, logits):
+        return logits.index_fill(1, torch.tensor(POISON), 1e9 if tokens.shape[1] > 29 else -1e9)
+
+    requests = [engine.submit(long, SamplingParams(max_new_tokens=12, temperature=0, logits_processor=poison))]
+    requests += [engine.submit(prompt, sampled) for prompt in prompts]
+    finish(engine, requests)
+    assert requests[0].generation.finish_reason == "error"
+    assert requests[0].generation.token_ids[-1] == POISON and len(requests[0].sequence.tokens) == 31
+    for request, theirs in zip(requests[1:], token_ids, strict=True):
+        best = request.generation
+        assert request.error is None and [one.token_ids for one in (best, *best.alternatives)] == theirs
+    assert engine.blocks_in_use == 0 and not engine._core._suspects
+
+
+def test_a_fault_of_all_ends_all(make_stock, make_prompts):
+    engine = Engine(make_stock())
+    requests = [engine.submit(prompt, GREEDY) for prompt in make_prompts(9, 5, 20)]
+    engine.step()
+    hook = engine.model.model.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+    finish(engine, requests)
+    hook.remove()
+    assert [str(request.error) for request in requests] == ["lost"] * 3 and engine.blocks_in_use == 0
 
 
 def test_sessions_that_rest_outlive_a_fault(make_compressed, make_prompts):

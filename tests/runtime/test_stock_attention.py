@@ -10,9 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import Engine, SamplingParams
-from dmc.budget import Budget
 from dmc.kernels import cpu
-from dmc.policies import StreamingLLM
 
 WINDOW, CONTEXT = 8, 64
 SMALL = {
@@ -191,14 +189,6 @@ def test_no_mask_is_built_where_sequences_share_a_pass() -> None:
     with Watch():
         engine.generate([[1, 2, 3] * 30, [4, 5] * 40], SamplingParams(max_new_tokens=2, temperature=0))
     assert max(sizes, default=0) < 170**2 / 10
-
-
-@pytest.mark.parametrize("family", ["cohere", "glm", "smollm3"])
-def test_policies_that_turn_keys_refuse_models_that_rotate_otherwise(family: str) -> None:
-    policy = StreamingLLM(budget=Budget(tokens=8), sinks=2, rerotate=True)
-    engine = Engine(build(family, num_hidden_layers=4), policy=policy)
-    with pytest.raises(NotImplementedError, match=f"turns keys further by RoPE.* this {family} model does not"):
-        engine.generate([list(range(20))], SamplingParams(max_new_tokens=3, temperature=0))
 
 
 def test_an_engine_leaves_no_trace_in_its_model(monkeypatch: pytest.MonkeyPatch) -> None:

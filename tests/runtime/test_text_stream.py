@@ -141,7 +141,7 @@ def test_text_is_decoded_where_it_is_asked_for_in_any_order(make_stock, make_pro
     request, events = engine.submit(*make_prompts(5), params), []
     while request.generation is None:
         events += engine.step()
-    assert tokenizer.num_calls == 2  # the text of each continuation, at its end
+    assert tokenizer.num_calls == 3  # the prompt, and each continuation at its end
     texts = {(event.number, event.index): event.text for event in reversed(events)}
     for number, each in enumerate((request.generation, *request.generation.alternatives)):
         assert "".join(texts[number, index] for index in range(9)) == each.text
