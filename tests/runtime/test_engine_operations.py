@@ -417,10 +417,10 @@ def build(method, make_stock, make_compressed):
     return make_stock(num_layers=1 if chosen is None else 2), chosen
 
 
-@pytest.mark.parametrize("method", ["merge", "evicts while generating"])
+@pytest.mark.parametrize("method", ["full cache", "merge"])
 def test_some_operations_agree_with_requests_alone(method, make_stock, make_compressed, make_prompts):
-    total = run(*build(method, make_stock, make_compressed), make_prompts, max_examples=3, stateful_step_count=30)
-    assert total["preempted"] and total["turn"] and total["submit"]
+    total = run(*build(method, make_stock, make_compressed), make_prompts, max_examples=6, stateful_step_count=30)
+    assert all(total[name] for name in ("submit", "turn", "abort", "preempted", "prefix hit", "fork")), total
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ SHAPES = [
     {"gates": {"delay": 8}, "head_dim": 128},
     {"gates": {"window_size": None}, "num_layers": 1, "group": 1},
     {"policy": SnapKV(budget=Budget(ratio=4.0))},
-    {"policy": H2O(budget=Budget(ratio=4.0)), "kernels": "reference"},
+    pytest.param({"policy": H2O(budget=Budget(ratio=4.0)), "kernels": "reference"}, marks=pytest.mark.slow),
 ]
 
 
