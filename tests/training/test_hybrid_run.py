@@ -43,8 +43,10 @@ def load(path, dtype, revision):
     return load_model(path), AutoTokenizer.from_pretrained(path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family == "qwen3_5_text" else pytest.mark.slow) for family in SHAPES],
+)
 def test_a_hybrid_is_trained_exported_compared_and_served(family, run_values, tmp_path):
     shape = {"model_type": family, "num_hidden_layers": 4, "max_position_embeddings": 512, **SHAPES[family]}
     run_values["base"]["shape"] |= shape

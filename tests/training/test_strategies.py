@@ -180,16 +180,20 @@ def test_a_run_that_goes_on_at_its_own_layout_is_the_uninterrupted_one_bit_by_bi
         assert torch.equal(value, found[name]), name
 
 
-@pytest.mark.slow
-def test_every_mesh_reads_the_tensors_of_every_other_one_and_exports_as_one_process(values, tmp_path):
-    configs = {layout: build_config(RunConfig, dict(values, trainer=trainer_of(values, layout))) for layout in LAYOUTS}
+@pytest.mark.parametrize(
+    "layouts",
+    [("ddp on 2", "fsdp2 on 2", "tp on 2"), pytest.param((*LAYOUTS,), marks=pytest.mark.slow)],
+    ids=["two ranks", "every"],
+)
+def test_every_mesh_reads_the_tensors_of_every_other_one_and_exports_as_one_process(values, tmp_path, layouts):
+    configs = {layout: build_config(RunConfig, dict(values, trainer=trainer_of(values, layout))) for layout in layouts}
     for act in (write_tensors, compare_tensors):
-        for count in sorted({count for count, _ in LAYOUTS.values()}):
-            of_count = {layout: configs[layout] for layout in LAYOUTS if LAYOUTS[layout][0] == count}
-            arguments = of_count, [tmp_path / layout for layout in (of_count if act is write_tensors else LAYOUTS)]
+        for count in sorted({LAYOUTS[layout][0] for layout in layouts}):
+            of_count = {layout: configs[layout] for layout in layouts if LAYOUTS[layout][0] == count}
+            arguments = of_count, [tmp_path / layout for layout in (of_count if act is write_tensors else layouts)]
             with Processes(act, arguments, count, log := tmp_path / "log") as ranks:
                 assert set(ranks.join()) == {0}, f"{[*of_count]}\n{log.read_text()[-4000:]}"
-    for layout in LAYOUTS.keys() - {"auto", "ddp on 2"}:
+    for layout in {*layouts} - {"auto", "ddp on 2"}:
         alone, together = (tmp_path / f"{layout}.{name}" for name in ("alone", "together"))
         assert [*sorted(path.name for path in together.iterdir())] == [*sorted(path.name for path in alone.iterdir())]
         for path in alone.glob("*.safetensors"):

@@ -102,25 +102,26 @@ def test_curves_agree_with_the_exported_model_and_are_not_measured_again(evaluat
         assert logged(run.folder, f"validation/{name}")[8] == fmean(result.metrics["exact_match"] for result in results)
 
 
-@pytest.mark.slow
-def test_ranks_divide_the_questions_under_every_strategy(evaluated, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ("deepspeed_zero3", {}),
+        pytest.param("fsdp2", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("ddp", {"context_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["zero3", "tensors", "contexts"],
+)
+def test_ranks_divide_the_questions_under_every_strategy(evaluated, corpus, tmp_path, strategy, trainer):
     names = [f"validation/{task}{kind}" for task in ("needle", "recall") for kind in ("", "_loss")]
     evaluated["training"] |= {"batch_size": 6, "micro_batch_size": 3}
     for task in evaluated["callbacks"]["evaluation"]["tasks"].values():
         task["lengths"] = [45, *task["lengths"]]  # which no two ranks divide
-    expected = train(build_config(RunConfig, evaluated)).folder
-    trainers = {
-        "tp": {"strategy": "fsdp2", "tensor_parallel_size": 2},
-        "contexts": {"strategy": "ddp", "context_parallel_size": 2},
-        "deepspeed_zero3": {},
-    }
-    for strategy, trainer in trainers.items():
-        folder = tmp_path / strategy
-        values = evaluated | {"output_dir": str(folder)}
-        values["trainer"] = evaluated["trainer"] | {"devices": 2, "strategy": strategy} | trainer
-        train_ranks(values, 2, tmp_path / "log")
-        for name in names:
-            assert logged(folder, name) == pytest.approx(logged(expected, name), abs=1e-5), (strategy, name)
+    alone = evaluated | {"output_dir": str(corpus / "questions alone")}  # once for all strategies
+    expected, folder = train(build_config(RunConfig, alone)).folder, tmp_path / "ranks"
+    trainer = evaluated["trainer"] | {"devices": 2, "strategy": strategy} | trainer
+    train_ranks(evaluated | {"output_dir": str(folder), "trainer": trainer}, 2, tmp_path / "log")
+    for name in names:
+        assert logged(folder, name) == pytest.approx(logged(expected, name), abs=1e-5), name
 
 
 @pytest.mark.parametrize(
