@@ -60,17 +60,16 @@ def moved_special_token(tokenizer: PreTrainedTokenizerBase, config: Any) -> str 
     """
     tokens, special = {number: token for token, number in tokenizer.get_vocab().items()}, _special_ids(tokenizer)
     for role in ROLES:
-        numbers = _numbers(getattr(config, f"{role}_token_id", None))
+        said = getattr(config, f"{role}_token_id", None)
         own = getattr(tokenizer, f"{role}_token_id")
-        if role == "bos":
-            fitting = special if own is None else set()
-        elif role == "eos":
-            fitting = {number for number in special if own is None or tokens.get(number) in ENDS}
-        else:
-            fitting = special
-        if numbers and own not in numbers and fitting.isdisjoint(numbers):
-            said = f"the model's config.json says {role}_token_id={getattr(config, f'{role}_token_id')}"
-            return f"{said}, which is its {tokens.get(numbers[0])!r}, and its {role} token has the id {own}"
+        fitting = {own, *(special if own is None or role == "pad" else ())}
+        if role == "eos":
+            fitting |= {number for number in special if tokens.get(number) in ENDS}
+        if (numbers := _numbers(said)) and not fitting.intersection(numbers):
+            return (
+                f"the model's config.json says {role}_token_id={said}, which is its {tokens.get(numbers[0])!r}, and "
+                f"its {role} token has the id {own}"
+            )
     return None
 
 

@@ -196,7 +196,7 @@ def refuse_nonfinite_parts(weights: Iterable[tuple[str, Tensor]], name: str, ran
     """Refuse weights of which each rank holds parts, on all ranks together, see `refuse_nonfinite`."""
     found = next(filter(None, ranks.all_gather_object(nonfinite_weight(weights))), None)
     if found is not None:
-        raise ValueError(f"{name}: {found} that a rank holds: {REMEDY}")
+        raise ValueError(f"{name}: {found} of a rank's part: {REMEDY}")
 
 
 def nonfinite_weight(weights: Iterable[tuple[str, Tensor]]) -> str | None:

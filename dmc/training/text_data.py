@@ -115,25 +115,30 @@ def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_numbers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: str | None) -> None:
-    """Refuse a tokenizer that numbers tokens otherwise than the model; if it is the model's own, say so."""
-    name = f"data.tokenizer.path={path}" if path != config.model else f"the tokenizer of model={path}"
-    if path is None:
-        name = f"data.tokenizer.train_vocab_size={config.data.tokenizer.train_vocab_size}"
-    remedy = "leave data.tokenizer.path out, and the model's own is taken"
-    folder = None if config.model is None else Path(config.model)
-    if folder is None or not (folder / "config.json").is_file():  # a fresh model, or one out of reach
-        if problem := excess_ids(tokenizer, config.base.shape.get("vocab_size") if folder is None else None):
+    """Refuse a tokenizer that numbers tokens otherwise than the model; if it is the model's own, say so.
+
+    Raises:
+        ValueError: it does.
+    """
+    model, size = config.model, config.data.tokenizer.train_vocab_size
+    name = f"data.tokenizer.train_vocab_size={size}" if path is None else f"data.tokenizer.path={path}"
+    if model is None:
+        if problem := excess_ids(tokenizer, config.base.shape.get("vocab_size")):
             raise ValueError(f"{name}: {problem}: raise base.shape.vocab_size, or leave it out")
         return
-    shape = read_model_config(folder)
+    name = f"the tokenizer of model={model}" if path == model else name
+    folder, remedy = Path(model), "take the tokenizer that the model was trained with"
+    if not (folder / "config.json").is_file():  # out of reach
+        return
+    shape, is_others = read_model_config(folder), path not in (None, model)
     if problem := excess_ids(tokenizer, getattr(shape, "vocab_size", None)):
-        raise ValueError(f"{name}: {problem}: take the tokenizer that the model was trained with")
-    own = load_tokenizer(folder) if path not in (None, config.model) and has_tokenizer(str(folder)) else None
-    if own is not None and (problem := moved_token(tokenizer, own)):
         raise ValueError(f"{name}: {problem}: {remedy}")
+    own = load_tokenizer(folder) if is_others and has_tokenizer(model) else None
+    if own is not None and (problem := moved_token(tokenizer, own)):
+        raise ValueError(f"{name}: {problem}: leave data.tokenizer.path out, and the model's own is taken")
     if problem := moved_special_token(tokenizer, shape):
-        if path not in (None, config.model) and (own is None or problem != moved_special_token(own, shape)):
-            raise ValueError(f"{name}: {problem}: take the tokenizer that the model was trained with")
+        if is_others and (own is None or problem != moved_special_token(own, shape)):
+            raise ValueError(f"{name}: {problem}: {remedy}")
         logger.warning("%s: %s", name, problem)
 
 

@@ -20,6 +20,7 @@ from dmc import load_model
 from dmc.config import build_config
 from dmc.config.command_line import plain_values
 from dmc.data import train_tokenizer
+from dmc.models.weights import refuse_nonfinite_parts
 from dmc.training.callbacks.preemption import PreemptedError
 from dmc.training.callbacks.teacher_check import TeacherCheck
 from dmc.training.config import RunConfig, run_config
@@ -224,6 +225,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(which, value, values, o
     else:
         training = values["training"] | {"distillation": {"path": str(folder)}}
         refused(values, message, training=training)
+
+
+def test_a_rank_with_finite_parts_hears_of_another_whose_are_not():
+    heard = SimpleNamespace(all_gather_object=lambda found: [found, "weight x holds nan"])
+    with pytest.raises(ValueError, match="base: weight x holds nan of a rank's part"):
+        refuse_nonfinite_parts([("a", torch.ones(3))], "base", heard)
+    heard.all_gather_object = lambda found: [found, None]
+    refuse_nonfinite_parts([("a", torch.ones(3))], "base", heard)
 
 
 def test_a_sum_that_overflows_is_no_inf(own_tokenizer, tmp_path):
