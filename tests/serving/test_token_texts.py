@@ -69,7 +69,7 @@ def test_the_bytes_of_tokens_join_to_the_text_of_a_chat(ask, kind):
 @pytest.mark.parametrize("kind", ["llama 2", "unigram", "wordpiece"])
 def test_an_echoed_prompt_and_its_completion_are_one_text(ask, kind, stream):
     prompt = [0, 9, 10, 24]
-    bias = {token: -100.0 for token in range(35, 291)} if kind == "llama 2" else None  # no single bytes
+    bias = dict.fromkeys(range(35, 291), -100.0) if kind == "llama 2" else None  # no single bytes
     options = {"temperature": 0.0, "ignore_eos": True, "logit_bias": bias}
     answer, tokenizer = ask(kind, prompt=prompt, echo=True, max_tokens=8, stream=stream, **options)
     model = build_stock(vocab_size=len(tokenizer), max_position_embeddings=256)
