@@ -71,6 +71,7 @@ class Engine:
     Raises:
         ValueError: an option is out of range, or the policy cannot work on 8 bits.
         TypeError: the model or the policy is none.
+        NotImplementedError: a stock model attends in a way that the cache does not serve, or the policy cannot follow.
     """
 
     def __init__(

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dmc.compression import full_attention_tables
+from dmc.compression.base import RunRecurrent
 from dmc.runtime.paged_cache import PagedCache
+from dmc.runtime.paged_forward import PagedForward
 
 DISTANCE = 7
 """Positions between the two tokens that are compared."""
@@ -66,54 +69,66 @@ class ModelRotary:
         return self._turns[layer_index](key, positions, 1)
 
 
-class TwoPositions:
-    """Stands in for the paged cache: attention gives nothing, so that alike tokens stay alike in all layers.
+class TwoPositions(PagedForward):
+    """Stands in for a pass: attention gives nothing, so that alike tokens stay alike in all layers.
 
     Args:
-        cache: the engine's.
+        cache: the engine's; nothing is written.
     """
 
     def __init__(self, cache: PagedCache) -> None:
-        self.cache = cache
+        self.cache, self._num_attended = cache, 0
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
         """Queries and keys of each layer, [1, heads, T, D]."""
 
+    @override
     def attend_plain(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Keep a layer's queries and keys."""
+        self._check_plain(layer_index, query, key, value)
         self.seen[layer_index] = query, key
         return torch.zeros_like(query)
 
-    def run_recurrent(self, layer_index: int, run: Any, hidden_states: Tensor, *_: Any) -> Tensor:
-        """Nothing is carried from token to token."""
+    @override
+    def run_recurrent(self, layer_index: int, run: RunRecurrent, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self._take_turn(layer_index)
         return torch.zeros_like(hidden_states)
 
 
 @torch.no_grad()
-def rotary_of(model: Any, view: Any, cache: PagedCache) -> ModelRotary:
-    """Find how each layer without a window turns, by a pass over three tokens at two positions each.
+def try_out(view: Any, cache: PagedCache) -> TwoPositions:
+    """Run a stock model over three tokens at two positions each, to see that the cache serves its layers, and how.
 
     Args:
-        model: a stock model.
-        view: a view of it that attends through the keyword `paged_cache`.
+        view: of a stock model, that attends through the keyword `paged_cache`.
         cache: the engine's.
+    Raises:
+        NotImplementedError: a layer attends in a way of its own.
+    """
+    forward, size, device = TwoPositions(cache), view.get_input_embeddings().num_embeddings, cache.layout.device
+    tokens = torch.tensor([size // 4, size // 2, size - 1 - size // 4], device=device).repeat(2)
+    positions = torch.tensor([0, DISTANCE], device=device).repeat_interleave(3)
+    asked = {"position_ids": positions[None], "paged_cache": forward, "use_cache": False, "logits_to_keep": 1}
+    view(tokens[None], **asked)
+    forward.finish()
+    return forward
+
+
+def rotary_of(model: Any, tried: TwoPositions) -> ModelRotary:
+    """Find how each layer of a stock model without a window turns, by what it did at two positions.
+
     Raises:
         NotImplementedError: a layer turns in no way that is known here.
     """
-    probe, size = TwoPositions(cache), model.get_input_embeddings().num_embeddings
-    tokens = torch.tensor([size // 4, size // 2, size - size // 4], device=cache.layout.device)
-    positions = torch.tensor([0, DISTANCE], device=cache.layout.device).repeat_interleave(3)
-    asked = {"position_ids": positions[None], "paged_cache": probe, "use_cache": False, "logits_to_keep": 1}
-    view(tokens.repeat(2)[None], **asked)
     attentions = {
         int(module.layer_idx): module
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int) and any(hasattr(module, name) for name in PROJECTIONS)
     }
-    places = cache.layout.places
-    full = [index for index in probe.seen if cache.layout.window_of(places[index]) is None]
-    return ModelRotary([_turn_of(model, attentions.get(index), index, *probe.seen[index]) for index in sorted(full)])
+    layout = tried.cache.layout
+    full = [index for index in sorted(tried.seen) if layout.window_of(layout.places[index]) is None]
+    return ModelRotary([_turn_of(model, attentions.get(index), index, *tried.seen[index]) for index in full])
 
 
+@torch.no_grad()
 def _turn_of(model: Any, attention: nn.Module | None, index: int, query: Tensor, key: Tensor) -> Turn:
     """Choose the candidate that turns what a layer gives at the first position into what it gives at the second."""
     positions = torch.full((1, 3), DISTANCE, device=query.device)

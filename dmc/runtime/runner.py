@@ -17,7 +17,7 @@ from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime import model_view
 from dmc.runtime.decode_steps import NUM_INPUTS, DecodeBatch, DecodeSteps, Recorder, Result
-from dmc.runtime.model_rotary import rotary_of
+from dmc.runtime.model_rotary import rotary_of, try_out
 from dmc.runtime.paged_cache import PagedCache
 from dmc.runtime.paged_forward import PagedForward
 from dmc.runtime.request import Request
@@ -56,7 +56,8 @@ class Runner:
     Raises:
         ValueError: there is no such backend, or it cannot serve this cache.
         ImportError: it needs a package that is not installed.
-        NotImplementedError: the policy turns queries or keys, and the model does so in a way that is not known.
+        NotImplementedError: a stock model attends in a way that the cache does not serve, or turns queries and keys in
+            one that is not known to a policy that turns them.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Runner:
             self._rotate = model_view.compiled_for_any_number(rotate)
             self._graph_settings = model_view.general_graphs
         model_view.use_backend_linear(self._view, backend)
+        tried = try_out(self._view, cache) if is_stock else None
         turns = policy is not None and policy.rotates
-        rotary = rotary_of(model, self._view, cache) if turns else None
+        rotary = rotary_of(model, tried) if tried is not None and turns else None
         self._attention = CacheAttention(cache, backend) if policy is None else policy.attention(cache, backend, rotary)
         self._decode_steps = None
         if record is not None:

@@ -113,7 +113,8 @@ class TextStream:
         """Return where the text of the token of this index begins: in the text before a stop, or at its end."""
         with self._lock:
             self._push_up_to(index)
-            return min(self._offsets[index], sum(map(len, self.pieces)) if self.stopped else self._length)
+            offset = self._offsets[index]
+            return min(offset, sum(map(len, self.pieces))) if self.stopped else offset
 
     def tokens_before(self, index: int) -> Iterator[int]:
         """Yield the tokens before the one of this index, those of the prompt first."""

@@ -133,6 +133,32 @@ def test_a_stop_string_that_begins_with_a_space_is_met_at_the_first_token():
     assert stream.push(word) == "" and stream.stopped
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_begins_where_its_text_stands_in_the_whole(kind):
+    """An oracle decodes what comes before: of characters that tokens share it shows a sign, at their begin."""
+    for seed in range(40):
+        tokenizer, draw = made(kind, seed % 10), random.Random(seed)
+        new = drawn(draw, tokenizer, kind, 12)
+        stream = TextStream(tokenizer)
+        for token in new:
+            stream.add(token)
+        text = stream.text()
+        for index in range(len(new)):
+            before = tokenizer.decode(new[:index], skip_special_tokens=True)
+            if text.startswith(before) and not before.endswith("\ufffd"):
+                assert stream.offset_of(index) == len(before)
+
+
+def test_tokens_behind_a_stop_begin_at_the_end():
+    tokenizer = made("llama 2", 0)
+    word = next(token for token in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(token) == MARK + "a")
+    stream = TextStream(tokenizer, ("a a",), [word])
+    for _ in range(3):
+        stream.add(word)
+    assert stream.text() == " " and stream.stopped
+    assert [stream.offset_of(index) for index in range(2)] == [0, 1]
+
+
 class Scripted:
     """A tokenizer whose tokens are those of another, for a model that knows as many."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
 from dmc.models import FAMILIES
-from dmc.runtime.model_rotary import rotary_of
+from dmc.runtime.model_rotary import rotary_of, try_out
 
 TOLERANCE = 2e-4
 MANY = {"cohere", "glm", "glm4_moe", "ernie4_5", "smollm3", "hunyuan_v1_dense", "qwen3_next", "gemma3_text", "gpt_oss"}
@@ -26,7 +26,7 @@ ROTATING = {
 
 def found(model):
     engine = Engine(model)
-    return rotary_of(model, engine._runner._view, engine.cache), engine.cache.layout
+    return rotary_of(model, try_out(engine._runner._view, engine.cache)), engine.cache.layout
 
 
 def own_states(model, position):
@@ -104,7 +104,7 @@ def test_without_rotation_nothing_turns(method):
     model = build("smollm3", num_hidden_layers=2, no_rope_layers=[0, 0], max_position_embeddings=256)
     engine = Engine(model, policy=ROTATING[method])
     states = torch.randn(1, 2, 5, 16)
-    rotary = rotary_of(model, engine._runner._view, engine.cache)
+    rotary = rotary_of(model, try_out(engine._runner._view, engine.cache))
     assert torch.equal(rotary.turn_keys(1, states, torch.arange(5)[None]), states)
     engine.generate([list(range(60))], SamplingParams(max_new_tokens=8, temperature=0))
 

@@ -332,7 +332,7 @@ def test_jobs_come_while_the_engines_step_and_are_answered_when_these_stop(make_
     assert httpx.get(f"{server.url}/health").status_code == 503
 
 
-def test_a_pass_that_fails_ends_its_requests_and_the_server_goes_on(make_server: Any, served: Any) -> None:
+def test_a_pass_that_fails_ends_the_request_at_fault_and_streams_beside_it_go_on(make_server: Any, served: Any) -> None:
     served_engine = served.worker.engines["full"]
     engine = Engine(served_engine.model, served_engine.tokenizer)
     server = make_server({"one": engine})
@@ -349,13 +349,11 @@ def test_a_pass_that_fails_ends_its_requests_and_the_server_goes_on(make_server:
     good: Any = {"model": "one", "prompt": "line 4", "max_tokens": 30, "temperature": 0, "logit_bias": {str(bad): -100}}
     text = client.completions.create(**good).choices[0].text
     stream = iter(client.completions.create(**good, stream=True))
-    assert text.startswith(next(stream).choices[0].text)
+    begun = next(stream).choices[0].text
     with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(**{**good, "prompt": "a & b"})
     assert caught.value.body["type"] == "server_error"
-    with pytest.raises(openai.APIError, match="the request has failed"):
-        for _ in stream:
-            pass
+    assert begun + "".join(piece.choices[0].text for piece in stream) == text
     assert client.completions.create(**good).choices[0].text == text
     server.wait_until_idle()
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import build_stock
 from runtime.test_first_space import MARK, bytes_as_letters, made, oracle
 
-from dmc import Engine
+from dmc import Engine, SamplingParams
 from dmc.serving.answers import LocalService
 from dmc.serving.requests import ChatRequest, CompletionRequest
 from dmc.serving.token_texts import TokenTexts, byte_letters
@@ -63,6 +63,21 @@ def test_the_bytes_of_tokens_join_to_the_text_of_a_chat(ask, kind):
         for token in content:
             assert len(token["top_logprobs"]) == 5
             assert all(isinstance(byte, int) for top in token["top_logprobs"] for byte in top["bytes"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["llama 2", "unigram", "wordpiece"])
+def test_an_echoed_prompt_and_its_completion_are_one_text(ask, kind, stream):
+    prompt = [0, 9, 10, 24]
+    bias = dict.fromkeys(range(35, 291), -100.0) if kind == "llama 2" else None  # no single bytes
+    options = {"temperature": 0.0, "ignore_eos": True, "logit_bias": bias}
+    answer, tokenizer = ask(kind, prompt=prompt, echo=True, max_tokens=8, stream=stream, **options)
+    model = build_stock(vocab_size=len(tokenizer), max_position_embeddings=256)
+    params = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True, logit_bias=bias or {})
+    (generation,) = Engine(model).generate([prompt], params)
+    choices = [chunk["choices"][0] for chunk in answer] if stream else answer["choices"]
+    expected = tokenizer.decode(prompt + generation.token_ids, skip_special_tokens=True)
+    assert "".join(choice["text"] for choice in choices) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
