@@ -16,7 +16,7 @@ run_once() {
 # job's number and lies below the ports that the system hands out.
 export_rendezvous() {
     local first
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
     export MASTER_ADDR MASTER_PORT
@@ -58,7 +58,7 @@ start_ranks() {
 
 # first_failure FILE: what srun reported first, such as "node1: task 3: Killed"; nothing if it reported no rank.
 first_failure() {
-    sed -nE 's/^srun: error: (.*: tasks? [0-9].*|Node failure.*)$/\1/p' "$1" | head -n 1
+    sed -nE 's/^srun: error: (.*: tasks? [0-9].*|Node failure.*)$/\1/p' "$1" | sed -n 1p
 }
 
 # is_refused FILE: a rank ended with status 1, as after wrong settings: another start would end like this one.

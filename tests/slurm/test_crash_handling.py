@@ -21,7 +21,7 @@ esac
 """
 SCONTROL = """\
 case "$*" in
-"show hostnames"*) exec printenv NODES ;; # at once: who reads the first line waits for no second
+"show hostnames"*) for node in $NODES; do echo "$node"; sleep 0.01; done ;; # line by line: none may miss its reader
 *"show node node1") echo "NodeName=node1 Arch=x86_64 NodeAddr=10.1.2.3 NodeHostName=node1 State=IDLE" ;;
 requeue*) echo "$2" >>"$STUBS/requeued" ;;
 esac
