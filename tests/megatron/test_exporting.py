@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -164,3 +165,23 @@ def test_scripts_import_export_and_end_with_one_error(tmp_path, capsys):
     assert re.match(r"error: .* holds no mp_rank_00", error)
     error = run_script("export_megatron.py", f"model={folder}", f"output={tmp_path / 'other'}", "tensor_size=3")
     assert error.startswith("error: num_key_value_heads=4 cannot be divided among 3")
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_the_head_of_the_tensors_goes_both_ways_whatever_the_settings_say(differs, make_stock, tmp_path):
+    model = make_stock()
+    if not differs:
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(tmp_path / "folder")
+    config = tmp_path / "folder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    source = export_checkpoint(tmp_path / "folder", tmp_path / "megatron")
+    content = rank_of(source / "release", 0)
+    assert content["args"].untie_embeddings_and_output_weights == differs
+    content["args"].untie_embeddings_and_output_weights = False
+    if not differs:
+        content["model"]["output_layer.weight"] = content["model"]["embedding.word_embeddings.weight"].clone()
+    torch.save(content, source / "release" / "mp_rank_00" / "model_optim_rng.pt")
+    back = load_model(import_checkpoint(source, tmp_path / "back"))
+    assert back.config.tie_word_embeddings != differs
+    assert torch.equal(back.lm_head.weight[: len(model.lm_head.weight)], model.lm_head.weight)
