@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
@@ -163,7 +163,10 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
     refuse_kernels(config, str(folder))
     refuse_dms(config, str(folder))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with suppress(OSError):  # a folder may have none: those of the configuration count
+        model.generation_config = GenerationConfig.from_pretrained(folder, revision=revision)
+    return model
 
 
 def read_dtype(name: str) -> torch.dtype | None:
