@@ -31,6 +31,9 @@ from dmc.serving.worker import Job, JobEvent, Worker, engines_stopped
 LEAST_LOGPROB = -9999.0
 """Log-probability that OpenAI writes for an impossible token; JSON has no infinity."""
 
+LINE_ENDS = {place: f"\\u{place:04x}" for place in (0x85, 0x2028, 0x2029)}
+"""Escapes of what is no line end in a stream of events but in Python's `splitlines`, by which clients cut it."""
+
 
 class TokenLogprob(NamedTuple):
     """A token, its log-probability, and the most likely tokens with theirs."""
@@ -135,7 +138,8 @@ class Answer:
             if self._request.stream:
                 response, name = ChatCompletionChunk, "chat.completion.chunk"
         choices = [self._choice(update) for update in updates]
-        return str(response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json())
+        content = response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json()
+        return str(content.translate(LINE_ENDS))
 
     def _choice(self, update: Update) -> dict[str, Any]:
         logprobs = None if self._request.num_logprobs is None else self._logprobs(update)
