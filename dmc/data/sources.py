@@ -22,6 +22,7 @@ from typing import Any
 import fsspec
 import pandas
 from datasets import Features, IterableDataset, Value, load_dataset
+from fsspec.compression import available_compressions
 from pyarrow import parquet
 
 from dmc.data.packing import TokenTable
@@ -33,7 +34,8 @@ DIGESTED_BYTES = 2**26
 _BLOCK_BYTES = 2**16
 DAMAGE = (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error)
 """What readers raise of files that are damaged, cut short, or not what their names say."""
-COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}
+"""Compressions by the ends of names, as fsspec calls them."""
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
@@ -227,7 +229,10 @@ def _holds_lines(path: Path) -> bool:
 
 
 def _opened(path: Path) -> Any:
-    return fsspec.open(str(path), "rb", compression="infer").open()
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression is not None and compression not in available_compressions():
+        raise ValueError(f"{path} is compressed by {compression}, which this Python lacks: pip install zstandard")
+    return fsspec.open(str(path), "rb", compression=compression).open()
 
 
 def _json_rows(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ from dmc.data.sources import (
 
 _CHECKED_ROWS = 100
 _HUB_SHARD = 2**26  # bytes of a downloaded dataset that make up a shard
-_LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
+_LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED.keys()
 
 
 @dataclass(frozen=True)
