@@ -65,5 +65,5 @@ def test_a_csv_is_read_as_it_is_written(suffix, tmp_path):
 @pytest.mark.skipif("zstd" in available_compressions(), reason="zstandard is installed")
 def test_a_compression_that_python_lacks_is_named(tmp_path):
     (tmp_path / "rows.jsonl.zst").write_bytes(bytes.fromhex("28b52ffd"))
-    with pytest.raises(ValueError, match="rows.jsonl.zst is compressed by zstd.*pip install zstandard"):
+    with pytest.raises(ValueError, match=r"rows.jsonl.zst is compressed by zstd.*pip install zstandard"):
         TextSource(str(tmp_path)).check()
