@@ -164,6 +164,11 @@ class PackedTokens(Dataset[dict[str, Any]]):
         spans = [(0, len(self) * self.sequence_length)] if self._spans is None else self._spans.tolist()
         return sum(self.tokens.num_scored(begin, end) for begin, end in spans)
 
+    @property
+    def num_cut(self) -> int:
+        """Number of tokens that are not read, as they lie behind the beginning of a document longer than a sequence."""
+        return 0 if self._spans is None else len(self.tokens) - int(np.diff(self._spans).sum())
+
     def document_of(self, index: int, place: int) -> int:
         """Return the index of the document of a sequence's token."""
         return self.tokens.document_at(self._span(index)[0] + place)

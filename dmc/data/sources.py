@@ -1,24 +1,29 @@
 """Sources of documents: their interface, and local files read as streams of rows.
 
-A stream is an `IterableDataset`: its shards are files, ranges of a jsonl file, or row groups of a parquet file, in the
-documents' order, so that any part can be read alone and its position saved.
+A stream is an `IterableDataset`: its shards are files, ranges of lines of a json file, or row groups of a parquet file,
+in the documents' order, so that any part can be read alone and its position saved.
 """
 
 from __future__ import annotations
 
 import bisect
+import codecs
 import hashlib
 import itertools
 import json
 import lzma
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pandas
 from datasets import Features, IterableDataset, Value, load_dataset
+from fsspec.compression import available_compressions
+from pyarrow import parquet
 
 from dmc.data.packing import TokenTable
 
@@ -29,7 +34,8 @@ DIGESTED_BYTES = 2**26
 _BLOCK_BYTES = 2**16
 DAMAGE = (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error)
 """What readers raise of files that are damaged, cut short, or not what their names say."""
-COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}
+"""Compressions by the ends of names, as fsspec calls them."""
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex", ".html"}
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
@@ -171,19 +177,35 @@ def stream_texts(files: Sequence[Path]) -> IterableDataset:
     return IterableDataset.from_generator(_texts, gen_kwargs={"files": [str(path) for path in files]})
 
 
-def stream_rows(files: Sequence[Path]) -> IterableDataset:
-    """Stream the rows of json, parquet, csv or arrow files without writing a copy to a cache."""
-    if all(path.suffix.lower() == ".jsonl" for path in files):
-        sizes = {str(path): path.stat().st_size for path in files}
-        spans = [(path, start) for path, size in sizes.items() for start in range(0, size, JSON_LINES_SHARD)]
-        return IterableDataset.from_generator(_json_lines, gen_kwargs={"spans": spans})
+def stream_rows(files: Sequence[Path], columns: Sequence[str] = ()) -> IterableDataset:
+    """Stream the rows of json, parquet, csv or arrow files without writing a copy to a cache.
+
+    Args:
+        files: files of one kind.
+        columns: those that are read; only those need be alike in all parquet files. Empty: all.
+    """
+    kind = kind_of(files[0])
+    if kind == "json":
+        spans = [(str(path), start) for path in files for start in _starts(path)]
+        return IterableDataset.from_generator(_json_rows, gen_kwargs={"spans": spans})
     names = [str(path) for path in files if path.stat().st_size]
-    if kind_of(files[0]) == "arrow":
+    if kind == "arrow":
         return load_dataset("arrow", data_files=names, split="train", streaming=True)
-    if kind_of(files[0]) == "csv":  # every value as it is written: nan and NA are words, 007 is no number
+    if kind == "csv":  # every value as it is written: nan and NA are words, 007 is no number
         columns = Features({str(name): Value("string") for name in pandas.read_csv(names[0], nrows=0).columns})
         return IterableDataset.from_csv(names, features=columns, na_filter=False).reshard()
-    return getattr(IterableDataset, f"from_{kind_of(files[0])}")(names).reshard()
+    return IterableDataset.from_parquet(names, columns=_chosen(names, columns)).reshard()
+
+
+def _chosen(names: Sequence[str], columns: Sequence[str]) -> list[str] | None:
+    """Return the columns to read of parquet files; None: all, as the first file lacks one of them."""
+    lacking = {name: [column for column in columns if column not in parquet.read_schema(name).names] for name in names}
+    if not columns or lacking[names[0]]:
+        return None
+    for name, missing in lacking.items():
+        if missing:
+            raise ValueError(f"{name} has no column {missing[0]!r}, which {names[0]} has")
+    return [*columns]
 
 
 def _texts(files: list[str]) -> Iterator[dict[str, str | None]]:
@@ -191,46 +213,104 @@ def _texts(files: list[str]) -> Iterator[dict[str, str | None]]:
         yield {"text": read_text(Path(file))}
 
 
-def _json_lines(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines that begin in each range of a file: the library's reader cannot read a part of a file."""
+def _starts(path: Path) -> Iterable[int]:
+    """Return where the shards of a json file begin: every so many bytes of plain lines, others are read whole."""
+    size = path.stat().st_size
+    is_plain = path.suffix.lower() not in COMPRESSED and _holds_lines(path)
+    return range(0, size, JSON_LINES_SHARD if is_plain else max(size, 1))
+
+
+def _holds_lines(path: Path) -> bool:
+    """Whether each line of a json file is an object, as far as the first one tells; else values may span lines."""
+    if path.suffix.lower() == ".jsonl":
+        return True
+    with _opened(path) as file:
+        first = next((line for line in file if line.strip()), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    try:
+        return first[:1] == b"{" and isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
+
+
+def _opened(path: Path) -> Any:
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression is not None and compression not in available_compressions():
+        raise ValueError(f"{path} is compressed by {compression}, which this Python lacks: pip install zstandard")
+    return fsspec.open(str(path), "rb", compression=compression).open()
+
+
+def _json_rows(spans: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each shard; none has to agree with another on its columns or their types."""
     for path, start in spans:
-        with open(path, "rb") as file:
-            if start:
-                file.seek(start - 1)
-                file.readline()  # it began before `start`
-            while file.tell() < start + JSON_LINES_SHARD and (line := file.readline()):
-                if line.strip():
-                    yield _json_row(line, path, file.tell() - len(line))
+        if not _holds_lines(Path(path)):
+            yield from _json_values(path)
+        elif Path(path).suffix.lower() not in COMPRESSED:
+            yield from _json_lines(path, start)
+        else:
+            with _opened(Path(path)) as file:
+                yield from (_json_row(line, path, number) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _json_row(line: bytes, path: str, place: int) -> dict[str, Any]:
-    """Parse a line that begins at a place of a file.
+def _json_values(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of arrays, or of objects over several lines."""
+    with _opened(Path(path)) as file:
+        text = file.read().decode("utf-8-sig")
+    decode, place = json.JSONDecoder().raw_decode, _behind_space(text, 0)
+    while place < len(text):
+        value, end = decode(text, place)
+        place = _behind_space(text, end)
+        yield from map(_checked_row, value if isinstance(value, list) else [value])
+
+
+def _behind_space(text: str, place: int) -> int:
+    found = re.compile(r"\s*").match(text, place)
+    return place if found is None else found.end()
+
+
+def _json_lines(path: str, start: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines that begin in a range of a file."""
+    with open(path, "rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # it began before `start`
+        while file.tell() < start + JSON_LINES_SHARD and (line := file.readline()):
+            if line.strip():
+                yield _json_row(line, path, place=file.tell() - len(line))
+
+
+def _json_row(line: bytes, path: str, number: int = 0, place: int = 0) -> dict[str, Any]:
+    """Parse a line of a file: its number, or the place where it begins.
 
     Raises:
         ValueError: it holds no JSON object; the message names file and line.
     """
     try:
-        row = json.loads(line)
-        if isinstance(row, dict):
-            return row
-        reason = f"it holds a {type(row).__name__}, expected an object"
+        return _checked_row(json.loads(line))
     except ValueError as error:
         reason = str(error)
-    with open(path, "rb") as file:
-        number = 1 + sum(file.read(min(2**20, place - at)).count(b"\n") for at in range(0, place, 2**20))
+    if not number:
+        with open(path, "rb") as file:
+            number = 1 + sum(file.read(min(2**20, place - at)).count(b"\n") for at in range(0, place, 2**20))
     raise ValueError(f"line {number} of {path}: {reason}")
 
 
-def damage_of(files: Sequence[Path], error: Exception) -> str:
+def _checked_row(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds a {type(row).__name__}, expected an object")
+    return row
+
+
+def damage_of(files: Sequence[Path], error: Exception, columns: Sequence[str] = ()) -> str:
     """Say which of some files of rows cannot be read, and why; their readers name none.
 
     Args:
         files: json, parquet, csv or arrow files that were read together.
         error: how that ended.
+        columns: those that were read, see `stream_rows`.
     """
     for path in files:
         try:
-            for _ in stream_rows([path]):
+            for _ in stream_rows([path], columns):
                 pass
         except DAMAGE as found:
             return str(found) if str(path) in str(found) else f"{path}: {found or type(found).__name__}"

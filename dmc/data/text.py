@@ -32,7 +32,7 @@ from dmc.data.sources import (
 
 _CHECKED_ROWS = 100
 _HUB_SHARD = 2**26  # bytes of a downloaded dataset that make up a shard
-_LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED
+_LOCAL_SUFFIXES = KINDS.keys() | TEXT_SUFFIXES | COMPRESSED.keys()
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,8 @@ class TextSource(DocumentSource):
         del specification["weight"], specification["streaming"]
         if self.is_local:
             specification["stamps"] = file_stamps(self.local_files())
+        if self.messages is not None and self._kind != "json":
+            specification["nulls"] = "left out"  # older caches of these chats hold them
         return specification
 
     def digest(self) -> str:
@@ -196,7 +198,9 @@ class TextSource(DocumentSource):
         except DAMAGE as error:
             if not self.is_local and not isinstance(error, ValueError):  # of the network
                 raise
-            reason = damage_of(self.local_files(), error) if self.is_local and self._kind != "text" else error
+            reason = (
+                damage_of(self.local_files(), error, self._columns) if self.is_local and self._kind != "text" else error
+            )
             raise ValueError(
                 f"{self.label!r} cannot be read as {self._kind} ({reason}); repair the file or leave it out."
             ) from error
@@ -232,7 +236,8 @@ class TextSource(DocumentSource):
 
     def _rows(self) -> IterableDataset:
         if self.is_local:
-            return stream_texts(self.local_files()) if self._kind == "text" else stream_rows(self.local_files())
+            files = self.local_files()
+            return stream_texts(files) if self._kind == "text" else stream_rows(files, self._columns)
         if self.streaming:
             return self._hub_rows
         num_shards = min(len(self._hub_rows), 1 + self._hub_rows.data.nbytes // _HUB_SHARD)
@@ -267,5 +272,12 @@ class TextSource(DocumentSource):
                 kind = type(value).__name__
                 raise TypeError(f"Column {column!r} of {self.label!r} holds {kind}, expected {example}; set column=.")
         if self.messages is not None:
-            return values[0] or []
+            return (values[0] or []) if self._kind == "json" else without_nulls(values[0] or [])
         return (values[0] or "", values[1] or "") if self.completion is not None else values[0] or ""
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out what mappings hold no value for: Arrow gives every one of a column the keys of all the others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

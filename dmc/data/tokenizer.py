@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dmc.data.hub import wait_for_first
 from dmc.files import locked, refuse_occupied, replacement
+from dmc.special_tokens import tokens_before
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +67,8 @@ def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | None = None, sepa
     if bos and tokenizer.bos_token_id is None:
         raise ValueError(f"{name} has no bos token to begin documents with: leave data.tokenizer.bos=null, or false.")
     if bos is None:
-        return Framing(_put_before(tokenizer), vocabulary[separator])
+        return Framing(tokens_before(tokenizer), vocabulary[separator])
     return Framing((tokenizer.bos_token_id,) if bos else (), vocabulary[separator])
-
-
-def _put_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer puts before a text."""
-    token_ids, alone = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
-    for start in range(len(token_ids) - len(alone) + 1):
-        if token_ids[start : start + len(alone)] == alone:
-            return tuple(token_ids[:start])
-    return ()
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, framing: Framing) -> str:

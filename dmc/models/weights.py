@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.files import read_mapping
 from dmc.models.build import check_shape, refuse_kernels
@@ -176,7 +176,10 @@ def empty_model(folder: Any, dtype: torch.dtype, revision: str | None = None) ->
     refuse_kernels(config, str(folder))
     refuse_dms(config, str(folder))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with suppress(OSError):  # a folder may have none: those of the configuration count
+        model.generation_config = GenerationConfig.from_pretrained(folder, revision=revision)
+    return model
 
 
 def refuse_nonfinite(weights: Iterable[tuple[str, Tensor]], name: str) -> None:

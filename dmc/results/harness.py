@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dmc.results.tasks.voting import VotingOptions, voted, write_chains
 from dmc.runtime import Engine, Generation, GenerationStats, SamplingParams
+from dmc.special_tokens import encode_text
 
 SAMPLING_SETTINGS = {"until", "do_sample", "temperature", "top_p", "top_k", "max_gen_toks"}
 
@@ -111,6 +112,19 @@ class EngineLM(HFLM):
                         answers[index] = Likelihoods(last).of(scoring.logprobs, requests[index][2])
                 bar.update(sum(map(len, asking)))
         return answers
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Encode a text; HFLM's also ends it where the tokenizer does, and scores that end in place of an answer."""
+        tokens = encode_text(self.tokenizer, string, add_special_tokens is not False)
+        return tokens[-left_truncate_len:] if left_truncate_len else tokens
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode both as HFLM does; a continuation whose tokens all begin in the context is encoded alone."""
+        prompt, rest = super()._encode_pair(context, continuation)
+        space = context[len(context.rstrip()) :]  # which HFLM takes to the continuation
+        return prompt, rest or self.tok_encode(space + continuation, add_special_tokens=False)
 
     def _parts(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
         """Split prompts into the part to compress and the part to feed after that: under a policy the last token."""

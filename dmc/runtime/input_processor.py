@@ -17,6 +17,7 @@ from dmc.runtime.request import Forced, ForcedRequest, Keep, Request, Sequence
 from dmc.runtime.sampling import new_generator
 from dmc.runtime.session import Session
 from dmc.runtime.text_stream import TextStream
+from dmc.special_tokens import encode_text, ends_of_text
 
 TOKEN_IDS = TypeAdapter(list[int])
 
@@ -28,14 +29,14 @@ def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int, begins_text
         prompt: text or token ids; a tensor or an array is one too.
         tokenizer: tokenizer for text, or None.
         vocab_size: ids must be below it.
-        begins_text: whether the tokenizer adds its special tokens.
+        begins_text: whether special tokens come before a text, see `encode_text`.
     Raises:
         ValueError: the prompt is empty, text without a tokenizer, neither text nor token ids, or has unknown tokens.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text was given, but the engine has no tokenizer: pass tokenizer=, or token ids")
-        prompt = tokenizer(prompt, add_special_tokens=begins_text)["input_ids"]
+        prompt = encode_text(tokenizer, prompt, begins_text)
     given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # one copy of a tensor, not one per token
     try:
         tokens = TOKEN_IDS.validate_python(given)
@@ -103,9 +104,9 @@ class InputProcessor:
         sequence = self.sequence(session, None if context is None else self.encode(context))
         if session is not None and params.n > 1:
             raise ValueError(f"n={params.n}: a session goes on from one continuation; give n=1")
-        end = None if params.ignore_eos else self._model.generation_config.eos_token_id
-        ends = {*params.stop_token_ids, *(end if isinstance(end, list) else [] if end is None else [end])}
-        params = dataclasses.replace(params, stop_token_ids=tuple(token for token in ends if token >= 0))  # -1: none
+        if not params.ignore_eos:
+            ends = {*params.stop_token_ids, *ends_of_text(self._model.generation_config, self._tokenizer)}
+            params = dataclasses.replace(params, stop_token_ids=tuple(ends))
         ids, stream = self.encode(prompt, begins_text=not sequence.tokens), None
         if self._tokenizer is not None:
             stream = TextStream(self._tokenizer, params.stop, [*sequence.tokens, *ids])

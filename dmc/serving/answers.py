@@ -32,6 +32,9 @@ from dmc.serving.requests import (
 from dmc.serving.token_texts import TokenTexts
 from dmc.serving.worker import Job, JobEvent, Worker, engines_stopped
 
+LINE_ENDS = {place: f"\\u{place:04x}" for place in (0x85, 0x2028, 0x2029)}
+"""Escapes of what is no line end in a stream of events but in Python's `splitlines`, by which clients cut it."""
+
 
 class Update(NamedTuple):
     """New text and tokens of a choice."""
@@ -137,7 +140,8 @@ class Answer:
             if self._request.stream:
                 response, name = ChatCompletionChunk, "chat.completion.chunk"
         choices = [self._choice(update) for update in updates]
-        return str(response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json())
+        content = response.construct(**self._header, object=name, choices=choices, usage=usage).model_dump_json()
+        return str(content.translate(LINE_ENDS))
 
     def _choice(self, update: Update) -> dict[str, Any]:
         logprobs = None

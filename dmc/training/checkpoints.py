@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from typing_extensions import override
 
 from dmc.models.build import assemble
@@ -44,6 +44,8 @@ MILESTONES_NAME = "milestones"
 STEP = re.compile(r"step_(\d+)$")
 MODEL_CONFIG = "model_config"
 """Key of the Hugging Face configuration in what Lightning collects for a checkpoint."""
+GENERATION_CONFIG = "generation_config"
+"""Key of the model's generation settings there."""
 WEIGHTS, OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensors' names: the model's weights, and the optimizer's states."""
 HEADER_NAME = "header.json"
@@ -74,6 +76,8 @@ class Header:
 
     global_step: int
     model_config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    """The model's generation settings, as they differ from transformers' own."""
 
 
 def step_name(step: int) -> str:
@@ -211,7 +215,10 @@ def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, 
 def load_checkpoint_model(folder: Path) -> Any:
     """Rebuild the model of a checkpoint, stock or compressed, in this process."""
     header = read_header(folder)
-    return assemble(AutoConfig.for_model(**header.model_config), read_tensors(folder, WEIGHTS))
+    model = assemble(AutoConfig.for_model(**header.model_config), read_tensors(folder, WEIGHTS))
+    if header.generation_config:  # older checkpoints have none: those of the configuration count
+        model.generation_config = GenerationConfig.from_dict(header.generation_config)
+    return model
 
 
 def read_header(folder: Path) -> Header:

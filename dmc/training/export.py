@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME
 
 from dmc.budget import check_ratio
@@ -42,7 +43,7 @@ from dmc.training.calibrate import calibrate_offset
 from dmc.training.checkpoints import as_write_error, load_last_model, on_every_rank
 from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
-from dmc.training.model_folder import ModelCard, check_push, describe, push
+from dmc.training.model_folder import ModelCard, check_push, describe, push, write_generation_config
 from dmc.training.record import read_foreign_config
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
@@ -275,10 +276,21 @@ def export(
         RuntimeError: the folder does not give the logits of the model; nothing is replaced.
     """
     with replacement(Path(folder), overwrite, inputs, CONFIG_NAME) as partial:
-        model.save_pretrained(partial)
+        save(model, partial, tokenizer)
         describe(partial, tokenizer, card, getattr(model.config, "compression", None))
         _compare_logits(model, partial)
     return Path(folder)
+
+
+def save(model: Any, folder: Path, tokenizer: Any) -> None:
+    """Write a model's weights and configurations, its generation settings whatever they are."""
+    settings = model.generation_config
+    try:
+        model.generation_config = GenerationConfig()
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = settings
+    write_generation_config(folder, settings, tokenizer)
 
 
 def _compare_logits(model: Any, folder: Path) -> None:
@@ -333,12 +345,14 @@ def export_parts(
 
         with as_write_error(folder, "what it held"):
             ((partial,), *_) = on_every_rank(begin, writers)
-            write_parts(strategy, model, partial, dtype)
+            write_parts(strategy, model, partial, dtype, tokenizer)
             on_every_rank(lambda: complete(partial), writers)
         on_every_rank(stack.close, writers)
 
 
-def write_parts(strategy: Parallelism, model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+def write_parts(
+    strategy: Parallelism, model: Any, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None
+) -> None:
     """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
 
     The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
@@ -349,6 +363,7 @@ def write_parts(strategy: Parallelism, model: Any, folder: Path, dtype: torch.dt
         model: the model.
         folder: exists, and all ranks see it.
         dtype: of the written weights; None: as they are.
+        tokenizer: will be saved beside them; None: none.
     Raises:
         CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
             ranks.
@@ -379,7 +394,7 @@ def write_parts(strategy: Parallelism, model: Any, folder: Path, dtype: torch.dt
         written, name = next(iter(weights.values())).dtype, type(model).__name__.removeprefix("FSDP")
         config.update({"dtype": written, "architectures": [name]})
         config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        write_generation_config(folder, model.generation_config, tokenizer)
 
     distributed_checkpoint.save(weights, storage_writer=writer, **options)
     on_every_rank(complete, strategy.writers)

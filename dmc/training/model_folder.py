@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -11,9 +12,12 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dmc.models.weights import check_weights
 from dmc.results.provenance import provenance
+from dmc.special_tokens import ends_of_text
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "retrofit.json"
@@ -68,6 +72,22 @@ class ModelCard:
 
 def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def write_generation_config(folder: Path, settings: GenerationConfig, tokenizer: Any) -> None:
+    """Write a model's generation settings as they are: transformers refuses to save some that it has loaded itself.
+
+    What the tokenizer ends a text with ends a generation too, see `ends_of_text`.
+
+    Args:
+        folder: the model's.
+        settings: the model's.
+        tokenizer: saved beside the model; None: none.
+    """
+    settings, ends = copy.deepcopy(settings), ends_of_text(settings, tokenizer)
+    if len(ends) > 1:
+        settings.eos_token_id = ends
+    settings.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:

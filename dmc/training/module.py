@@ -17,7 +17,7 @@ from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import Direction, TeacherOutput, token_mean
 from dmc.ranks import ALONE, Ranks
-from dmc.training.checkpoints import MODEL_CONFIG
+from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.stages import Plan, StepState
@@ -216,10 +216,12 @@ class RetrofitModule(LightningModule):
         return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the model's configuration, so that the checkpoint can be exported without the base."""
+        """Add the model's configurations, so that the checkpoint can be exported without the base."""
         self.optimization.read(self.trainer)  # a resumed run does not log these steps again
         checkpoint[OPTIMIZATION] = self.optimization.state_dict()
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
+        settings = self.model.generation_config.to_json_string(keys_to_pop=["compile_config"])
+        checkpoint[GENERATION_CONFIG] = json.loads(settings)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what outlives a step.

@@ -254,6 +254,7 @@ class TextData(LightningDataModule):
         """
         for split in self._cached_splits():
             self._check_scored(split)
+            self._tell_cut(split)
         if not self.config.data.streaming:
             train = self._sequences("train")
             if (count := self.config.training.overfit_sequences) is not None:
@@ -332,6 +333,17 @@ class TextData(LightningDataModule):
                 )
             else:
                 logger.info("data.%s: %s of %s are of answers, and learned", split, share, source.label)
+
+    def _tell_cut(self, split: str) -> None:
+        """Warn of documents that are longer than a sequence, of which only the beginning is read."""
+        for source, part in self._parts(split):
+            if part.num_cut:
+                share = f"{100 * part.num_cut / len(part.tokens):.2g} % of {len(part.tokens):,} tokens"
+                logger.warning(
+                    "data.%s: %s of %s lie behind the first training.sequence_length=%d of their document, and are not "
+                    "read (training.whole_documents)",
+                    *(split, share, source.label, part.sequence_length),
+                )
 
     def _parts(self, split: str) -> list[tuple[Any, PackedTokens]]:
         """Open the sources of a split, each with its sequences."""

@@ -5,6 +5,7 @@ import json
 import lzma
 
 import pytest
+from fsspec.compression import available_compressions
 
 from dmc.data import TextSource
 
@@ -59,3 +60,10 @@ def test_a_csv_is_read_as_it_is_written(suffix, tmp_path):
     content = ("text,number\n" + "".join(f'"{text}",{n}\n' for n, text in enumerate(texts))).encode()
     (tmp_path / f"rows.{suffix}").write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     assert read(TextSource(str(tmp_path / f"rows.{suffix}"))) == texts
+
+
+@pytest.mark.skipif("zstd" in available_compressions(), reason="zstandard is installed")
+def test_a_compression_that_python_lacks_is_named(tmp_path):
+    (tmp_path / "rows.jsonl.zst").write_bytes(bytes.fromhex("28b52ffd"))
+    with pytest.raises(ValueError, match=r"rows.jsonl.zst is compressed by zstd.*pip install zstandard"):
+        TextSource(str(tmp_path)).check()

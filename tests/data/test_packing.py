@@ -80,6 +80,7 @@ def test_sequences_of_whole_documents_are_filled_up(lengths):
     table = TokenTable(Opening(lengths))
     packed = PackedTokens(table, 10, document_starts=True, whole_documents=True)
     assert len(packed) == len(expected)
+    assert packed.num_cut == sum(max(len(document) - 10, 0) for document in documents)
     begins = {document[0] for document in documents}
     for item, tokens in zip((packed[index] for index in range(len(packed))), expected, strict=True):
         added = 10 - len(tokens)

@@ -1,7 +1,10 @@
+import gzip
+import io
 import json
 import shutil
 
 import datasets
+import pyarrow.parquet
 import pytest
 
 from dmc.data import TextSource, build_packed
@@ -176,3 +179,63 @@ def test_digest_tells_content_and_neither_place_nor_time(most, folder, tmp_path,
     assert digest("moved", a="0123456789" * 20, b="e", c="nd") != plain
     assert digest("changed", a="1023456789" * 20, b="", c="end") != plain
     assert TextSource(str(folder / "rows.csv")).digest() != TextSource(str(folder / "rows.json")).digest()
+
+
+WRITERS = {
+    "jsonl": lambda rows: "".join(json.dumps(row) + "\n" for row in rows).encode(),
+    "json": lambda rows: json.dumps(rows, indent=1).encode(),
+    "parquet": lambda rows: parquet_of(rows),
+}
+WRITERS |= {"lines.json": WRITERS["jsonl"], "jsonl.gz": lambda rows: gzip.compress(WRITERS["jsonl"](rows))}
+
+
+def parquet_of(rows):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_columns_that_are_not_read_may_hold_anything(suffix, tmp_path):
+    others = [None, "a word", 3, {"key": ["value"]}]
+    for number, other in enumerate(others):
+        row = {"text": f"text {number}", "other": other, f"only {number}": number}
+        (tmp_path / f"{number}.{suffix}").write_bytes(WRITERS[suffix]([row]))
+    source = TextSource(str(tmp_path), files=f"*.{suffix}")
+    source.check()
+    assert list(source.read(source.stream())) == [f"text {number}" for number in range(len(others))]
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in WRITERS if suffix != "parquet"])
+def test_a_column_that_is_not_read_may_change_within_a_file(suffix, tmp_path):
+    rows = [{"text": f"text {number}", "other": None if number < 5 else [number]} for number in range(9)]
+    (tmp_path / f"rows.{suffix}").write_bytes(WRITERS[suffix](rows))
+    assert list(TextSource(str(tmp_path)).documents()) == [row["text"] for row in rows]
+
+
+def test_a_parquet_file_without_the_column_of_the_others_is_named(tmp_path):
+    for number, column in enumerate(["text", "content"]):
+        (tmp_path / f"{number}.parquet").write_bytes(parquet_of([{column: "words"}]))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/1.parquet has no column 'text'"):
+        TextSource(str(tmp_path)).check()
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_a_chat_has_the_keys_that_were_written_in_every_format(suffix, tmp_path):
+    def calling(name, arguments):
+        call = {"function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    chats = [calling("weather", {"city": "Bern"}), calling("add", {"numbers": [1, 2]})]
+    (tmp_path / f"chats.{suffix}").write_bytes(WRITERS[suffix]([{"messages": chat} for chat in chats]))
+    source = TextSource(str(tmp_path), messages="messages")
+    assert list(source.read(source.stream())) == chats
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"text": "a"}\n{"text": "b"}', '{\n"text": "a"\n}\n\n{"text":\n"b"}', '[{"text": "a"},\n{"text": "b"}]\n'],
+)
+def test_json_is_lines_an_array_or_objects_of_several_lines(content, tmp_path):
+    (tmp_path / "rows.json").write_text(content)
+    assert list(TextSource(str(tmp_path)).documents()) == ["a", "b"]

@@ -13,7 +13,7 @@ from dmc import load_model
 from dmc.compression import CompressionConfig
 from dmc.models.build import assemble
 from dmc.models.loading import load_tokenizer
-from dmc.models.weights import open_weights, stored_shapes, weight_files
+from dmc.models.weights import empty_model, open_weights, stored_shapes, weight_files
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 
@@ -206,3 +206,11 @@ def test_a_wrong_folder_is_called_that_before_the_hub_is_named(tmp_path, monkeyp
         load_model("outputs/nope")
     with pytest.raises(ValueError, match=r"^there is no folder 'outputs/nope': as a name of the hub, "):
         load_tokenizer("outputs/nope")
+
+
+def test_a_model_without_weights_has_the_folders_generation_settings(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5], "temperature": 0.7}))
+    found = empty_model(folder, torch.float32).generation_config
+    assert (found.eos_token_id, found.temperature) == ([3, 5], 0.7)
+    (folder / "generation_config.json").unlink()
+    assert empty_model(folder, torch.float32).generation_config.eos_token_id is None

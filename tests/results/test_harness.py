@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
@@ -214,3 +215,34 @@ def test_several_greedy_answers_are_refused(folders):
     lm = EngineLM(engine_lm(folders.stock).engine, voting=VotingOptions(chains=5))
     with pytest.raises(ValueError, match="chains=5, temperature=0: greedy chains are the same"):
         lm.generate_until(ask("generate_until", ("alpha", {"until": [], "max_gen_toks": 9})))
+
+
+@pytest.fixture
+def ending_tokenizer(folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders.stock)
+    end = tokenizer.eos_token
+    template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def test_an_end_that_the_tokenizer_adds_is_no_part_of_a_prompt_or_an_answer(ending_tokenizer, folders):
+    lm = EngineLM(Engine(load_model(folders.stock), ending_tokenizer))
+    theirs = HFLM(load_model(folders.stock), tokenizer=AutoTokenizer.from_pretrained(folders.stock))
+    pair = ask("loglikelihood", ("line 3", " xx"), ("line 3 ", "yy"), ("", "line"))
+    for (got, is_likeliest), expected in zip(lm.loglikelihood(pair), theirs.loglikelihood(pair), strict=True):
+        assert (close(got), is_likeliest) == expected
+    prompt = ask("generate_until", ("line 3", {"max_gen_toks": 8}))
+    assert lm.generate_until(prompt) == theirs.generate_until(prompt)
+
+
+def test_an_answer_that_begins_inside_a_token_is_encoded_alone(folders):
+    lm = engine_lm(folders.stock)
+    words = [word for word in lm.tokenizer.get_vocab() if word.isalpha() and word.isascii() and len(word) > 1]
+    context, answer = words[0][:1], words[0][1:]
+    assert HFLM._encode_pair(lm, context, answer)[1] == []
+    assert lm._encode_pair(context, answer) == (lm.tok_encode(context), lm.tok_encode(answer, add_special_tokens=False))
+    ((got, _),) = lm.loglikelihood(ask("loglikelihood", (context, answer)))
+    (scores,) = lm.engine.score([lm.tok_encode(context)], [lm.tok_encode(answer)])
+    tokens = torch.tensor(lm.tok_encode(answer))
+    assert got == pytest.approx(float(scores.gather(1, tokens[:, None]).sum()), abs=1e-4)

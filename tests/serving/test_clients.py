@@ -384,3 +384,14 @@ def test_events_are_json(served: Any) -> None:
     lines = httpx.post(f"{served.url}/v1/completions", json=request).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     assert [json.loads(line.removeprefix("data: "))["object"] for line in lines[:-2]] == ["text_completion"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_text_cuts_an_event_in_two(served: Any, stream: bool) -> None:
+    text = "one\u2028two\u2029three\x85four\x0bfive\x1csix\r\nend"
+    body = {"model": "full", "prompt": text, "echo": True, "stream": stream, "max_tokens": 2}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    answers = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert len(answers) == (3 if stream else 1)
+    assert answers[0]["choices"][0]["text"].startswith(text)

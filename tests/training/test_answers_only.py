@@ -167,3 +167,21 @@ def test_share_of_tokens_that_are_learned_is_said(prompt_words, level, values, t
     learned = sum(int(item["loss_mask"].sum()) for item in items)
     share = 100 * learned / (32 * len(items))
     assert f"{share:.2g} % of {32 * len(items):,} tokens" in record.message
+
+
+@pytest.mark.parametrize("whole_documents", [False, True])
+def test_tokens_behind_the_end_of_a_sequence_are_told(whole_documents, values, tmp_path, caplog):
+    values["training"]["whole_documents"] = whole_documents
+    pairs = [{"prompt": "question", "completion": f" answer {i}" * (1 + 20 * (i % 2))} for i in range(10)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    source = {"_target_": "dmc.data.TextSource", "name": str(tmp_path / "long.jsonl")}
+    values["data"]["train"] = {"own": source | {"prompt": "prompt", "completion": "completion"}}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    data = TextData(build_config(RunConfig, values), tokenizer, 1)
+    data.setup("fit")
+    lengths = [1 + len(tokenizer(pair["prompt"] + pair["completion"])["input_ids"]) for pair in pairs]
+    cut = sum(max(length - 32, 0) for length in lengths)
+    said = [record.message for record in caplog.records if "are not read" in record.message]
+    told = [message for message in said if message.startswith("data.train")]
+    assert cut and len(told) == whole_documents
+    assert all(f"{100 * cut / sum(lengths):.2g} % of {sum(lengths):,} tokens" in message for message in told)

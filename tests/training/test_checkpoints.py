@@ -333,3 +333,15 @@ def test_milestones_keep_the_state_of_the_optimizer_and_a_model_comes_back_from_
     exported, model = load_model(run.final), load_checkpoint_model(saved_checkpoints(run.folder / "checkpoints")[0])
     for name, value in exported.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_generation_settings_come_back_from_a_checkpoint(run_values, folders, only_trained):
+    settings = {"do_sample": False, "temperature": 0.9, "eos_token_id": [3, 5]}
+    (folders.stock / "generation_config.json").write_text(json.dumps(settings))
+    del run_values["base"]
+    run_values |= {"model": str(folders.stock)}
+    run_values["data"]["tokenizer"] = {}
+    run_values["training"] |= {"stages": {"retrofit": {"length": "1 steps"}}}
+    run = train(build_config(RunConfig, run_values))
+    found = load_checkpoint_model(saved_checkpoints(run.folder / "checkpoints")[0]).generation_config
+    assert {name: getattr(found, name) for name in settings} == settings

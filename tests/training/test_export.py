@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GenerationConfig
 
 import dmc.training.export
 from dmc import load_model
@@ -23,6 +24,27 @@ def test_exported_folder_holds_only_safe_files_and_the_same_model(make_compresse
     assert "| loss | 1.2500 |" in card
     assert "action merge" in card
     assert json.loads((folder / "retrofit.json").read_text())["metrics"] == {"loss": 1.25}
+
+
+REFUSED = {"do_sample": False, "temperature": 0.9, "eos_token_id": [3, 5], "repetition_penalty": 1.1}
+"""Settings that transformers loads, and refuses to save."""
+
+
+def test_generation_settings_are_exported_as_the_base_has_them(make_compressed, tmp_path):
+    model = make_compressed()
+    model.generation_config = GenerationConfig(**REFUSED)
+    folder = export(model, tmp_path / "out", tokenizer=None, card=CARD)
+    found = json.loads((folder / "generation_config.json").read_text())
+    assert {name: found[name] for name in REFUSED} == REFUSED
+    assert model.generation_config.eos_token_id == [3, 5]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(5, [5, 0]), ([5, 3], [5, 3, 0]), (0, 0), (None, None)])
+def test_what_ends_the_tokenizers_texts_ends_generations_that_end(ends, expected, folders):
+    model, tokenizer = load_model(folders.compressed), AutoTokenizer.from_pretrained(folders.compressed)
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    folder = export(model, folders.text.with_name("out"), tokenizer=tokenizer, card=CARD)
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == expected
 
 
 def test_an_export_that_fails_leaves_nothing_beside_it(make_compressed, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from dmc.data import DocumentSource, build_packed, framing_of
 from dmc.results.tasks.base import spread
+from dmc.special_tokens import tokens_before
 
 Haystack = DocumentSource | Annotated[str, Field(pattern=r"\S")]
 """A source of documents, or a text that is repeated."""
@@ -31,7 +32,7 @@ class Encoder:
         if tokenizer is None:
             raise ValueError("a task over text needs a tokenizer in the model's folder")
         self.tokenizer = tokenizer
-        self.begin = list(tokenizer("")["input_ids"])
+        self.begin = list(tokens_before(tokenizer))
         """Special tokens before a text."""
 
     def encode(self, text: str) -> list[int]:

@@ -22,6 +22,7 @@ from dmc.models import load_model, merge_kv_heads
 from dmc.models.weights import empty_model
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import (
+    GENERATION_CONFIG,
     MODEL_CONFIG,
     TRAINER_STATE,
     CheckpointSaver,
@@ -126,7 +127,7 @@ class Parallelism:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Start writing a checkpoint: tensors are copied now, and written in the background."""
-        header = Header(checkpoint["global_step"], checkpoint[MODEL_CONFIG])
+        header = Header(checkpoint["global_step"], checkpoint[MODEL_CONFIG], checkpoint.get(GENERATION_CONFIG, {}))
         group = self.writers.group
 
         def write(folder: Path) -> Future:
