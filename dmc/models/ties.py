@@ -56,7 +56,7 @@ def follow_tensors(model: Any) -> Any:
 def _is_one(weight: Any, other: Any) -> bool:
     if weight is other or weight.is_meta or other.is_meta:
         return weight is other
-    return weight.shape == other.shape and weight.data_ptr() == other.data_ptr()
+    return weight.shape == other.shape and weight.data_ptr() == other.data_ptr() != 0  # fake tensors have no address
 
 
 def _equal(weight: Any, other: Any) -> bool:
