@@ -58,7 +58,7 @@ def decoding(num_sequences: int, params: SamplingParams, keeps_prefixes: bool) -
     cache = PagedCache(layout_of(model, None), num_sequences, 16, num_sequences * LENGTH // 16, LENGTH)
     runner = Runner(model, cache, "reference", record=Nothing())
     scheduler = Scheduler(cache, prefixes=PrefixCache(cache) if keeps_prefixes else None)
-    core = EngineCore(scheduler, runner, None)
+    core = EngineCore(scheduler, runner)
     inputs = InputProcessor(model, None, None, core)
     for index in range(num_sequences):
         core.add(inputs.request([*index.to_bytes(2, "big"), *range(PROMPT)], params))

@@ -54,9 +54,10 @@ def follow_tensors(model: Any) -> Any:
 
 
 def _is_one(weight: Any, other: Any) -> bool:
-    if weight is other or weight.is_meta or other.is_meta:
+    """Tell whether two weights are one parameter, or two of one place in memory; fake tensors have no address."""
+    if weight is other or weight.shape != other.shape or weight.storage_offset() != other.storage_offset():
         return weight is other
-    return weight.shape == other.shape and weight.data_ptr() == other.data_ptr() != 0  # fake tensors have no address
+    return weight.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _equal(weight: Any, other: Any) -> bool:

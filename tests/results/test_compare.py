@@ -156,7 +156,7 @@ def test_cells_without_figures_end_the_script_with_an_error_beside_the_others_ta
         shutil.copytree(folders.stock, tmp_path / name)
     ask_for_more_words(tmp_path / "broken")
     model = load_model(folders.stock)
-    model.model.norm.weight.data.fill_(float("nan"))
+    model.model.norm.weight.data.fill_(torch.finfo(torch.float32).max)  # finite, and what follows is not
     model.save_pretrained(tmp_path / "wrong")
     monkeypatch.chdir(tmp_path)
     task = "{name: text, like: text_loss, context_tokens: 8, scored_tokens: 8, num_samples: 2, cache_folder: cache, "
