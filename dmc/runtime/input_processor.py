@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Collection
@@ -71,6 +72,7 @@ class InputProcessor:
     def __init__(self, model: Any, tokenizer: Any, policy: CachePolicy | None, core: EngineCore) -> None:
         self._model, self._tokenizer, self._policy, self._core = model, tokenizer, policy, core
         self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._gates = copy.deepcopy(getattr(model.config, "compression", None))
         self._has_warned = False
 
     def request(
@@ -175,7 +177,9 @@ class InputProcessor:
         return encode(text, self._tokenizer, self._vocab_size, begins_text)
 
     def check_can_start(self, request: Request) -> None:
-        """Raise ValueError if the request's session is busy, or the request can never fit the memory."""
+        """Raise ValueError if the request's session is busy, it can never fit the memory, or the gates are others."""
+        if getattr(self._model.config, "compression", None) != self._gates:
+            raise ValueError("model.compression has changed since this engine was made for it: make another engine")
         self._core.check_is_idle(request.sequence)
         num_tokens = len(request.sequence.tokens) + len(request.prompt) + request.params.max_new_tokens - 1
         self._check_fits(num_tokens, request.sequence)

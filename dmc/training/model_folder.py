@@ -75,7 +75,7 @@ def _shown(value: Any) -> str:
 
 
 def write_generation_config(folder: Path, settings: GenerationConfig, tokenizer: Any) -> None:
-    """Write a model's generation settings as they are: transformers refuses to save some that it has loaded itself.
+    """Write a model's generation settings, also those that transformers loads and refuses to save.
 
     What the tokenizer ends a text with ends a generation too, see `ends_of_text`.
 
@@ -87,7 +87,12 @@ def write_generation_config(folder: Path, settings: GenerationConfig, tokenizer:
     settings, ends = copy.deepcopy(settings), ends_of_text(settings, tokenizer)
     if len(ends) > 1:
         settings.eos_token_id = ends
-    settings.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        settings.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    else:
+        settings.save_pretrained(folder)
 
 
 def describe(folder: Path, tokenizer: Any, card: ModelCard, compression: dict[str, Any] | None) -> None:

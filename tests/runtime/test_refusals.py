@@ -1,5 +1,6 @@
 """What no entry of the runtime can take: one clear error, before anything runs."""
 
+import dataclasses
 import math
 import warnings
 
@@ -98,3 +99,16 @@ def test_text_beyond_the_models_positions_is_warned_of_once(make_stock, make_pro
     with pytest.warns(UserWarning, match=r"33 tokens.*32 positions.*max_position_embeddings") as warned:
         engine.generate(make_prompts(28, 29, 30), GREEDY)
     assert len(warned) == 1
+
+
+def test_an_engine_refuses_gates_that_were_changed_behind_its_back(make_compressed):
+    model = make_compressed()
+    engine = Engine(model)
+    before = engine.generate([[1, 2, 3]], GREEDY)[0].token_ids
+    settings = model.compression
+    model.compression = dataclasses.replace(settings, decision_offset=-3.0)
+    for call in (lambda: engine.generate([[1, 2, 3]], GREEDY), lambda: engine.score([[1, 2, 3]], [[4]])):
+        with pytest.raises(ValueError, match=r"model\.compression has changed since this engine was made"):
+            call()
+    model.compression = settings
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == before
