@@ -41,7 +41,8 @@ def decided_tokens(token_mask: Tensor, delay: int) -> Tensor:
         delay: tokens that stay raw.
     """
     order = token_mask.long().cumsum(-1)  # 1 at the first real token  [B, T]
-    return token_mask & (order > 1) & (order <= order[:, -1:] - delay)
+    length = order[:, -1:]
+    return token_mask & (order > 1) & (order <= length - delay)
 
 
 def compression_loss(

@@ -63,7 +63,7 @@ class LogitHistogram:
         return self.offset + float(edges[(shares - held).abs().argmin()])
 
     def _steps(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the edges of the n bins that hold logits, and the share held with the threshold below each, [n + 1]."""
+        """Return the edges of the n bins with logits, and the share held with the threshold below each, [n + 1]."""
         bins = self.weights.nonzero()[:, 0]
         held = torch.nn.functional.pad(self.weights[bins].cumsum(0), (1, 0)).double()
         return _edges(bins), _edges(bins + 1), 1 + (held - held[-1]) / self.total

@@ -110,6 +110,7 @@ def score_text(
             found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:
                 alpha = trace.stacked_alpha()
+                logits = alpha if histogram is None else trace.stacked_logits()
                 shares = torch.stack(
                     [
                         held_fraction(alpha, delay=delay, token_mask=batch.get("token_mask"))
@@ -117,13 +118,12 @@ def score_text(
                     ]
                 )
                 found = torch.cat([found, shares.movedim(2, 0).flatten(1).double()], dim=1)
-            logits = None if histogram is None else trace.stacked_logits()
             if scores is None:
                 scores = torch.zeros(sum(sizes), found.shape[1], dtype=torch.float64)
             if number < len(batches) and sharing.rank % cutting.size == 0:
                 first = sum(sizes[:number])
                 scores[first : first + len(found)] = found.cpu()
-                if histogram is not None:
+                if histogram is not None and compression is not None:
                     _count_logits(histogram, logits, batch, compression.counted_delay)
     assert scores is not None, "no batches"
     scores = sharing.all_reduce(scores)  # rows of other ranks are 0: the sum is exact
