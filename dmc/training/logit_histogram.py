@@ -12,7 +12,7 @@ from dmc.ranks import Ranks
 NUM_BINS = 2**20
 """Bins are the first 20 bits of a float32: 8 MB for any text, and a width of 2^-11 of the distance to the threshold."""
 _BITS = 12
-_UNIT = 2**40
+_UNIT = 2**36
 """Weight of a sequence: integers, whose sums are the same in any order, on any number of ranks."""
 
 
