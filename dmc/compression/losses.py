@@ -47,7 +47,7 @@ def decided_tokens(token_mask: Tensor, delay: int) -> Tensor:
 
 def compression_loss(
     alpha: Tensor,
-    target_ratio: float,
+    target_ratio: float | Tensor,
     *,
     soft: bool = False,
     delay: int = 0,
@@ -69,7 +69,8 @@ def compression_loss(
     Raises:
         ValueError: the ratio is below 1, or the prior is unknown.
     """
-    check_ratio(target_ratio, "target_ratio")
+    if not isinstance(target_ratio, Tensor):  # whose value would be read from the device
+        check_ratio(target_ratio, "target_ratio")
     if prior not in ("global", "local"):
         raise ValueError(f"prior={prior!r} is unknown: expected 'global' or 'local'")
     decisions = alpha if soft else straight_through(alpha)
