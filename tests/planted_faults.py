@@ -210,8 +210,8 @@ FAULTS = (
     ),
     Fault(
         "training", "weight_not_saved", "dmc/training/optimizer_step.py",
-        '"ratio_weight": float(self.ratio_control.weight)}',
-        '"ratio_weight": float(self.training.ratio_weight)}',
+        '"ratio_weight": float(self.ratio_control.weight),',
+        '"ratio_weight": float(self.training.ratio_weight),',
         "A resumed run forgets the controlled weight of its ratio loss, and leaves its ramp.",
     ),
     Fault(

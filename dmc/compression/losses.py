@@ -26,20 +26,28 @@ def held_fraction(alpha: Tensor, *, delay: int = 0, token_mask: Tensor | None = 
     Returns:
         [L, B, H], in (0, 1].
     """
-    num_tokens = alpha.shape[-1]
     if token_mask is None:
-        token_mask = torch.ones(alpha.shape[1], num_tokens, dtype=torch.bool, device=alpha.device)
+        token_mask = torch.ones(alpha.shape[1], alpha.shape[-1], dtype=torch.bool, device=alpha.device)
+    merged = (alpha * decided_tokens(token_mask, delay)[None, :, None, :]).sum(-1)
+    length = token_mask.sum(-1)[None, :, None]
+    return (length - merged) / length
+
+
+def decided_tokens(token_mask: Tensor, delay: int) -> Tensor:
+    """Return True at tokens whose decisions count: real, behind the first of a sequence and before its last `delay`.
+
+    Args:
+        token_mask: True at real tokens, [B, T].
+        delay: tokens that stay raw.
+    """
     order = token_mask.long().cumsum(-1)  # 1 at the first real token  [B, T]
     length = order[:, -1:]
-    decided = token_mask & (order > 1) & (order <= length - delay)
-    merged = (alpha * decided[None, :, None, :]).sum(-1)
-    length = length[None].squeeze(-1)[..., None]  # [1, B, 1]
-    return (length - merged) / length
+    return token_mask & (order > 1) & (order <= length - delay)
 
 
 def compression_loss(
     alpha: Tensor,
-    target_ratio: float,
+    target_ratio: float | Tensor,
     *,
     soft: bool = False,
     delay: int = 0,
@@ -61,7 +69,8 @@ def compression_loss(
     Raises:
         ValueError: the ratio is below 1, or the prior is unknown.
     """
-    check_ratio(target_ratio, "target_ratio")
+    if not isinstance(target_ratio, Tensor):  # whose value would be read from the device
+        check_ratio(target_ratio, "target_ratio")
     if prior not in ("global", "local"):
         raise ValueError(f"prior={prior!r} is unknown: expected 'global' or 'local'")
     decisions = alpha if soft else straight_through(alpha)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,14 +11,14 @@ from tqdm.auto import trange
 
 from dmc.budget import check_ratio
 from dmc.ranks import ALONE, Ranks
+from dmc.training.logit_histogram import LogitHistogram
 from dmc.training.measure import TextScore, score_text
 
-NUM_DOUBLINGS = 12
-NUM_HALVINGS = 12
-FIRST_STEP = 4.0
-"""First shift of the offset; doubled until the target lies between two offsets, in all by up to 16,380."""
+MAX_PASSES = 5
 TOLERANCE = 0.002
 """Relative distance from the target at which the search stops."""
+_SLOPES = (0.5, 2.0)
+"""Bounds of what a change of the decisions, and with it of later layers, makes of a change of the offset alone."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,28 @@ class Calibration:
     after: TextScore
     counts: Literal["held", "decided"]
     """What the target is a ratio of, see `CompressionConfig.target_counts`."""
+    num_passes: int
+    """How often the text was read."""
 
     @property
     def ratio(self) -> float:
         """Ratio that the calibration reached, of what the target counts."""
         return _counted(self.after, self.counts)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The text read under one offset."""
+
+    offset: float
+    score: TextScore
+    ratio: float
+    """Of what the target counts."""
+    histogram: LogitHistogram
+
+    @property
+    def held(self) -> float:
+        return 1 / self.ratio
 
 
 def calibrate_offset(
@@ -47,9 +63,9 @@ def calibrate_offset(
 ) -> Calibration:
     """Set the model's `decision_offset` so that its ratio on `batches`, held or decided, meets `target_ratio`.
 
-    Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A larger offset
-    merges less; the search doubles its steps until it has passed the target, for how far the logits spread depends on
-    the model and its `decision_scale`, then halves the interval. No weight changes.
+    Training counts relaxed decisions, inference thresholded ones, whose ratio differs by some percent. A decision is
+    logit > offset, so a quantile of one pass's logits is the offset, but for what changed decisions make of the logits
+    of later layers: further passes measure that, `MAX_PASSES` in all. No weight changes.
 
     Args:
         model: a compressed causal LM; its `compression` is replaced.
@@ -64,33 +80,42 @@ def calibrate_offset(
         raise ValueError("the model has no gates to calibrate: retrofit it first")
     if model.compression.decisions == "fixed":
         raise ValueError("fixed decisions have no offset to calibrate: their ratio is compression.target_ratio")
-    before, counts = model.compression.decision_offset, model.compression.target_counts
-
-    def score_at(offset: float) -> TextScore:
+    counts = model.compression.target_counts
+    offset, passes = model.compression.decision_offset, []
+    for _ in trange(MAX_PASSES, desc="calibrate", leave=False, disable=sharing.rank > 0):
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-        return score_text(model, batches, sharing=sharing)
-
-    def distance(score: TextScore) -> float:
-        return abs(_counted(score, counts) / target_ratio - 1)
-
-    first = best = score = score_at(before)
-    best_offset = offset = before
-    low, high, step = -math.inf, math.inf, FIRST_STEP
-    for number in trange(NUM_DOUBLINGS + NUM_HALVINGS, desc="calibrate", leave=False, disable=sharing.rank > 0):
-        if distance(best) <= TOLERANCE:
+        histogram = LogitHistogram(offset)
+        score = score_text(model, batches, sharing=sharing, histogram=histogram)
+        passes.append(_Pass(offset, score, _counted(score, counts), histogram))
+        best = min(passes, key=lambda found: abs(found.ratio / target_ratio - 1))
+        if abs(best.ratio / target_ratio - 1) <= TOLERANCE:
             break
-        low, high = (offset, high) if _counted(score, counts) > target_ratio else (low, offset)
-        if math.isfinite(high - low):
-            offset = (low + high) / 2
-        elif number < NUM_DOUBLINGS:
-            offset, step = (offset + step if high == math.inf else offset - step), 2 * step
-        else:
+        offset = _next_offset(passes, best, 1 / target_ratio)
+        if best.histogram.held_at(offset) == best.histogram.held_at(best.offset):  # no logit lies between them
             break
-        score = score_at(offset)
-        if distance(score) < distance(best):
-            best_offset, best = offset, score
-    model.compression = dataclasses.replace(model.compression, decision_offset=best_offset)
-    return Calibration(before, best_offset, first, best, counts)
+    model.compression = dataclasses.replace(model.compression, decision_offset=best.offset)
+    first = passes[0]
+    return Calibration(first.offset, best.offset, first.score, best.score, counts, len(passes))
+
+
+def _next_offset(passes: Sequence[_Pass], best: _Pass, target: float) -> float:
+    """Interpolate between the best pass and the nearest one across the target, in quantiles of the best's logits.
+
+    In quantiles the curve is all but straight, with a slope of 1 where later layers see no difference.
+    """
+    others = [found for found in passes if found is not best]
+    across = [found for found in others if (found.held - target) * (best.held - target) < 0]
+    held_at, slope = best.histogram.held_at, 1.0
+    if others:
+        other = min(across or others, key=lambda found: abs(found.offset - best.offset))
+        distance = held_at(other.offset) - held_at(best.offset)
+        slope = (other.held - best.held) / distance if distance else slope
+        if not across:
+            slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
+    offset = best.histogram.offset_for(held_at(best.offset) + (target - best.held) / slope)
+    if across and not min(best.offset, other.offset) < offset < max(best.offset, other.offset):
+        return (best.offset + other.offset) / 2
+    return offset
 
 
 def _counted(score: TextScore, counts: str) -> float:

@@ -214,6 +214,10 @@ class Exporter(AfterStep):
         """Shift the model's decision offset until its ratio on held-out text meets the target."""
         contexts = self.data.held_out("calibration", has_questions=False)
         found = calibrate_offset(model, contexts, target_ratio, sharing=Ranks.world())
+        logger.info(
+            "%s: calibrated in %d passes: CR %.3f %s at offset %.4g",
+            folder, found.num_passes, found.ratio, found.counts, found.offset,
+        )  # fmt: skip
         if abs(found.ratio / target_ratio - 1) > RATIO_TOLERANCE:
             logger.warning(
                 "%s: calibration reached CR %.2f held at the end, %.2f decided, not %g %s: train longer, or with a "
@@ -223,6 +227,7 @@ class Exporter(AfterStep):
         return {
             "decision_offset_before_calibration": found.offset_before,
             "decision_offset": found.offset,
+            "calibration_passes": found.num_passes,
             **_ratios(found.before, suffix="_before_calibration"),
             **_ratios(found.after, suffix="_on_calibration_text"),
         }

@@ -12,10 +12,12 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from dmc.compression import GateMode, GateTrace, held_fraction
+from dmc.compression.losses import decided_tokens
 from dmc.models import next_tokens, sequence_means, with_token_losses
 from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import IGNORED
 from dmc.ranks import ALONE, Ranks
+from dmc.training.logit_histogram import LogitHistogram
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def score_text(
     title: str | None = None,
     sharing: Ranks = ALONE,
     gate_mode: GateMode | None = None,
+    histogram: LogitHistogram | None = None,
 ) -> TextScore:
     """Score sequences of equal length, as training does.
 
@@ -81,6 +84,7 @@ def score_text(
         title: title of a progress bar; None: no bar.
         sharing: ranks that divide the batches; all of them call this, and get the score of all batches.
         gate_mode: how the gates decide; None: as in inference.
+        histogram: takes the decision logits of all batches, of tokens that the target counts.
     Raises:
         ValueError: no token is scored.
     """
@@ -106,6 +110,7 @@ def score_text(
             found = torch.stack([sequence_means(losses, targets).double(), scored.double()], dim=1)
             if compression is not None:
                 alpha = trace.stacked_alpha()
+                logits = alpha if histogram is None else trace.stacked_logits()
                 shares = torch.stack(
                     [
                         held_fraction(alpha, delay=delay, token_mask=batch.get("token_mask"))
@@ -118,8 +123,12 @@ def score_text(
             if number < len(batches) and sharing.rank % cutting.size == 0:
                 first = sum(sizes[:number])
                 scores[first : first + len(found)] = found.cpu()
+                if histogram is not None and compression is not None:
+                    _count_logits(histogram, logits, batch, compression.counted_delay)
     assert scores is not None, "no batches"
     scores = sharing.all_reduce(scores)  # rows of other ranks are 0: the sum is exact
+    if histogram is not None:
+        histogram.all_reduce(sharing)
     if not scores[:, 1].any():
         raise ValueError(f"no token of {len(scores)} held-out sequences is scored: use more or longer sequences")
     loss = float(scores[:, 0].sum() / scores[:, 1].sum())  # a sequence without a scored token has 0
@@ -127,3 +136,12 @@ def score_text(
         return TextScore(loss, None)
     held, decided = scores[:, 2:].float().mean(0).view(2, alpha.shape[0], alpha.shape[2])
     return TextScore(loss, held, decided)
+
+
+def _count_logits(histogram: LogitHistogram, logits: Tensor, batch: Mapping[str, Any], delay: int) -> None:
+    token_mask, documents = batch.get("token_mask"), batch.get("documents")
+    token_mask = torch.ones_like(batch["input_ids"], dtype=torch.bool) if token_mask is None else token_mask
+    decided = decided_tokens(token_mask, delay)
+    if documents is not None:
+        decided = decided & ~documents.starts
+    histogram.add(logits, decided, token_mask.sum(-1))

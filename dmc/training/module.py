@@ -270,7 +270,7 @@ class RetrofitModule(LightningModule):
         alpha = trace.stacked_alpha()
         loss = compression_loss(
             alpha,
-            state.target_ratio,
+            self.optimization.ratio_control.target(state.target_ratio),
             soft=training.soft_ratio_loss,
             delay=compression.counted_delay,
             token_mask=token_mask,

@@ -24,6 +24,8 @@ from dmc.training.config import RatioControlConfig, TrainingConfig
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
+MAX_TARGET_FACTOR = 2.0
+"""Largest factor on the target of relaxed decisions, and the inverse of the smallest."""
 RATIO_METRICS = {
     "relaxed_cache_fraction": "train/noisy_ratio",
     "hard_cache_fraction": "train/achieved_ratio",
@@ -121,7 +123,13 @@ class OptimizerStep:
                 more[WEIGHT] = self.ratio_control.weight
             else:
                 settings[WEIGHT] = self.ratio_control.weight
-            self.ratio_control.update(figures[names.index("relaxed_cache_fraction")], module.plan.at(step).target_ratio)
+            state, thresholded = module.plan.at(step), None
+            if state.stage == "solidify":
+                held = module.model.compression.target_counts == "held"
+                thresholded = figures[names.index("hard_cache_fraction" if held else "decided_fraction")]
+            self.ratio_control.update(
+                figures[names.index("relaxed_cache_fraction")], state.target_ratio, thresholded=thresholded
+            )
         added = [number.double() for number in (*more.values(), is_skipped)]
         numbers = LateNumbers(torch.cat([figures, torch.stack([*added, *losses])]))
         return Figures(step, norm, is_skipped, [*names, NORM, *more], numbers, settings, positions)
@@ -175,11 +183,16 @@ class OptimizerStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"skipped_steps": int(self._skipped_steps), "ratio_weight": float(self.ratio_control.weight)}
+        return {
+            "skipped_steps": int(self._skipped_steps),
+            "ratio_weight": float(self.ratio_control.weight),
+            "target_factor": float(self.ratio_control.target_factor),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore it."""
         self._skipped_steps, self.ratio_control.weight = state["skipped_steps"], state["ratio_weight"]
+        self.ratio_control.target_factor = state.get("target_factor", 1.0)
 
 
 class Figures(NamedTuple):
@@ -218,8 +231,9 @@ class LateNumbers:
 class RatioControl:
     """Keeps the achieved ratio on its ramp: log(weight) integrates the relative excess of the cache.
 
-    A cache above the target raises the weight step by step, one below it (where the one-sided loss is 0) lowers it. The
-    state is one number; between checkpoints the host never reads it.
+    A cache above the target raises the weight step by step, one below it (where the one-sided loss is 0) lowers it. In
+    the last stage a factor on the target integrates what thresholded decisions, which are those of inference, miss it
+    by: the relaxed ones then settle beside it. Between checkpoints the host never reads the state.
 
     Args:
         weight: initial weight.
@@ -228,21 +242,32 @@ class RatioControl:
 
     def __init__(self, weight: float, settings: RatioControlConfig | None) -> None:
         self.weight: float | Tensor = weight
+        self.target_factor: float | Tensor = 1.0
         self.settings = settings
 
-    def update(self, held: Tensor, target_ratio: float) -> None:
+    def target(self, target_ratio: float) -> float | Tensor:
+        """Return the ratio that relaxed decisions are to meet so that thresholded ones meet a target."""
+        target = target_ratio * self.target_factor
+        return target.clamp(min=1) if isinstance(target, Tensor) else max(1.0, target)
+
+    def update(self, held: Tensor, target_ratio: float, thresholded: Tensor | None = None) -> None:
         """Update the weight after a step; called by all ranks with the same numbers.
 
         Args:
             held: share of tokens that the relaxed decisions kept, as the target counts them, over layers, heads and the
                 whole batch, float64.
             target_ratio: target CR, >= 1.
+            thresholded: the same share under thresholded decisions, in the last stage; None: the factor stays.
         """
         if self.settings is None:
             return
-        weight = self.weight * torch.exp(self.settings.gain * (held * target_ratio - 1))
+        weight = self.weight * torch.exp(self.settings.gain * (held * self.target(target_ratio) - 1))
         weight = weight.clamp(1 / self.settings.max_weight, self.settings.max_weight)
         self.weight = torch.where(held.isfinite(), weight, self.weight)
+        if thresholded is not None:
+            factor = self.target_factor * torch.exp(self.settings.gain * (thresholded * target_ratio - 1))
+            factor = factor.clamp(1 / MAX_TARGET_FACTOR, MAX_TARGET_FACTOR)
+            self.target_factor = torch.where(thresholded.isfinite(), factor, self.target_factor)
 
 
 class StepLoader:

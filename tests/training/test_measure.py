@@ -1,11 +1,8 @@
-import dataclasses
-
 import pytest
 import torch
 
 from dmc import Engine, SamplingParams
 from dmc.compression import GateTrace
-from dmc.training.calibrate import calibrate_offset
 from dmc.training.measure import score_text
 
 
@@ -67,44 +64,3 @@ def test_what_a_sequence_is_filled_up_with_is_in_no_ratio(make_compressed, batch
     for name in ("held", "decided"):
         torch.testing.assert_close(*(getattr(score, name) for score in scores), atol=1e-6, rtol=0)
     assert scores[0].loss == pytest.approx(scores[1].loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("gates", "target"),
-    [
-        *(({"delay": 1}, target) for target in (1.2, 1.6, 2.0)),
-        *(({"delay": 1, "decision_scale": 100.0, "target_counts": "decided"}, target) for target in (1.2, 8.0)),
-        ({"delay": 16, "target_counts": "decided"}, 4.0),  # with 16 of 40 tokens raw no head holds less than 17
-    ],
-)
-def test_calibration_meets_the_target_and_changes_no_weight(make_compressed, batches, gates, target):
-    model = make_compressed(gates=gates)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    found = calibrate_offset(model, batches, target)
-    score = score_text(model, batches)
-    assert found.ratio == (score.decided_ratio if "target_counts" in gates else score.achieved_ratio)
-    assert found.ratio == pytest.approx(target, rel=0.02)
-    assert (found.after.achieved_ratio, found.after.decided_ratio) == (score.achieved_ratio, score.decided_ratio)
-    assert score.achieved_ratio < score.decided_ratio
-    assert model.compression.decision_offset == found.offset
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_unreachable_target_gives_the_nearest(make_compressed, batches):
-    model = make_compressed(gates={"delay": 16})
-    found = calibrate_offset(model, batches, 30.0)
-    highest = score_text(
-        model_with_offset(model, -50.0), batches
-    ).achieved_ratio  # every token merged but the raw 16 and one slot
-    assert found.ratio == found.after.achieved_ratio <= highest
-    assert highest == pytest.approx(40 / 17, rel=1e-6)
-
-
-def model_with_offset(model, offset):
-    model.compression = dataclasses.replace(model.compression, decision_offset=offset)
-    return model
-
-
-def test_stock_models_cannot_be_calibrated(make_stock, batches):
-    with pytest.raises(ValueError, match="has no gates to calibrate"):
-        calibrate_offset(make_stock(), batches, 2.0)

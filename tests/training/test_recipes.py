@@ -233,8 +233,27 @@ def test_the_weight_integrates_the_relative_excess():
             control.update(torch.tensor(held), 16.0)
         assert control.weight == bound
     steady = RatioControl(2.0, None)
-    steady.update(torch.tensor(1.0), 16.0)
-    assert steady.weight == 2.0
+    steady.update(torch.tensor(1.0), 16.0, thresholded=torch.tensor(1.0))
+    assert steady.weight == 2.0 and steady.target(16.0) == 16.0
+
+
+@pytest.mark.parametrize("gap", [0.8, 1.25])
+def test_in_the_last_stage_relaxed_decisions_settle_where_thresholded_ones_meet_the_target(gap):
+    control = RatioControl(2.0, RatioControlConfig(gain=0.1))
+    for _ in range(400):  # relaxed decisions meet what is asked for, thresholded ones hold another share
+        relaxed = torch.as_tensor(1 / control.target(4.0), dtype=torch.float64)
+        control.update(relaxed, 4.0, thresholded=gap * relaxed)
+    assert float(gap * relaxed) == pytest.approx(1 / 4)
+    assert float(control.weight) == pytest.approx(2.0)
+    before = float(control.target_factor)
+    control.update(relaxed, 4.0)
+    control.update(relaxed, 4.0, thresholded=torch.tensor(math.nan))
+    assert float(control.target_factor) == before == pytest.approx(gap)
+    for held, bound in ((1.0, 2.0), (1e-3, 0.5)):
+        for _ in range(1000):
+            control.update(torch.tensor(0.25), 4.0, thresholded=torch.tensor(held))
+        assert float(control.target_factor) == bound
+    assert float(control.target(1.5)) == 1  # no ratio is below 1
 
 
 @pytest.mark.parametrize(

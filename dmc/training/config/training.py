@@ -115,7 +115,10 @@ class DistillationConfig:
 
 @checked_dataclass(frozen=True)
 class RatioControlConfig:
-    """Integral control of the ratio loss's weight: its log grows by gain * (target CR * share held - 1) each step."""
+    """Integral control of the ratio loss's weight: its log grows by gain * (target CR * share held - 1) each step.
+
+    In the last stage, the log of a factor on the loss's target grows likewise with what thresholded decisions hold.
+    """
 
     gain: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.05
     """A cache 10 % too large at gain 0.05 raises the weight by 0.5 % a step."""
