@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -85,6 +86,14 @@ def test_a_file_is_imported_once_and_told_in_one_line(tiny, cache, capsys, monke
     monkeypatch.setattr(dmc.gguf, "import_gguf", None)
     assert local_model(str(file)) == str(folder)
     assert capsys.readouterr().err == f"{file}: 4-bit weights, dequantized to bfloat16 in {folder}\n"
+
+
+def test_processes_that_ask_at_once_import_once(tiny, cache, monkeypatch):
+    imported, original = [], dmc.gguf.import_gguf
+    monkeypatch.setattr(dmc.gguf, "import_gguf", lambda *given, **named: imported.append(original(*given, **named)))
+    with ThreadPoolExecutor() as threads:
+        folders = {*threads.map(local_model, [str(tiny[0])] * 3)}
+    assert [*map(str, imported)] == [*folders]
 
 
 def test_every_setting_that_names_a_model_takes_a_file(tiny, cache, tmp_path):

