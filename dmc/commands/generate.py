@@ -13,6 +13,7 @@ import torch
 from pydantic import StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import OutputFolder, checked_dataclass
+from dmc.gguf import ModelName
 from dmc.models import load_model
 from dmc.models.loading import load_tokenizer
 from dmc.models.tensor_parallel import load_shard
@@ -33,8 +34,8 @@ class GenerateConfig:
         ValueError: there is nothing to read, or nothing to save.
     """
 
-    model: str
-    """Folder or hub name."""
+    model: ModelName
+    """Folder, hub name or GGUF file."""
     prompt: str | None = None
     """Text to continue, after the context if there is one; None: only the context is read."""
     context: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import StrictBool
 
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
+from dmc.gguf import ModelName
 from dmc.megatron import export_checkpoint, import_checkpoint
 
 
@@ -17,8 +18,8 @@ class ImportConfig:
 
     checkpoint: str
     output: OutputFolder
-    tokenizer: str | None = None
-    """Folder or hub name, saved beside the weights."""
+    tokenizer: ModelName | None = None
+    """Folder, hub name or GGUF file, saved beside the weights."""
     vocab_size: Count | None = None
     """Tokens without padding; None: the tokenizer's, else the checkpoint's."""
     args: dict[str, Any] | None = None
@@ -41,8 +42,8 @@ class ImportConfig:
 class ExportConfig:
     """A Llama that becomes a checkpoint of Megatron-LM."""
 
-    model: str
-    """Folder of a stock or compressed Llama."""
+    model: ModelName
+    """Folder or GGUF file of a stock or compressed Llama."""
     output: OutputFolder
     tensor_size: Count = 1
     """Tensor-parallel ranks."""

@@ -14,6 +14,7 @@ from dmc.budget import sequence_ratio
 from dmc.compression import CompressionConfig
 from dmc.compression.full_attention import layer_windows
 from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dataclass
+from dmc.gguf import ModelName
 from dmc.models import retrofit
 from dmc.models.loading import read_hub_config
 from dmc.models.weights import read_model_config
@@ -27,8 +28,8 @@ GIB = 2**30
 class CapacityConfig:
     """A model and a GPU."""
 
-    model: str
-    """Folder or hub name."""
+    model: ModelName
+    """Folder, hub name or GGUF file."""
     gpu: Positive = 80.0
     """GiB."""
     context: Count = 4096

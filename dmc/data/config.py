@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, Named, Share, checked_dataclass
+from dmc.gguf import ModelName
 
 Sources = Annotated[Named[dict[str, Any]], Field(min_length=1)]
 
@@ -16,8 +17,8 @@ Sources = Annotated[Named[dict[str, Any]], Field(min_length=1)]
 class TokenizerConfig:
     """A pretrained tokenizer, or for a fresh model a byte-level BPE trained on the training text."""
 
-    path: str | None = None
-    """Folder or hub name; None: the model's."""
+    path: ModelName | None = None
+    """Folder, hub name or GGUF file; None: the model's."""
     train_vocab_size: Annotated[StrictInt, Field(ge=257, le=2**24)] | None = None
     """Size of the tokenizer that is trained for a fresh model and kept in `folder`; a model that has one keeps it."""
     folder: str | None = None

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dmc.compression import CompressionConfig
+from dmc.gguf import local_model
 from dmc.models.build import refuse_kernels
 from dmc.models.conversion import retrofit
 from dmc.models.modeling import CompressedCausalLM
@@ -20,7 +21,7 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     """Load a stock or compressed causal LM, or a DMS checkpoint, from safetensors and JSON only: no code, no pickle.
 
     Args:
-        folder: a local folder or a hub name.
+        folder: a local folder, a hub name or a GGUF file.
         kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, ...).
     Returns:
         The model in eval mode.
@@ -29,16 +30,17 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     """
     if isinstance(dtype := kwargs.get("dtype"), str):
         read_dtype(dtype)
+    folder = local_model(str(folder))
     check_weights(folder, reads_dms=True)
-    if not Path(str(folder)).is_dir():
-        config = read_hub_config(str(folder), kwargs.get("revision"))
-        refuse_kernels(config, str(folder))
+    if not Path(folder).is_dir():
+        config = read_hub_config(folder, kwargs.get("revision"))
+        refuse_kernels(config, folder)
     safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     model, loading = AutoModelForCausalLM.from_pretrained(folder, **{**kwargs, **safely})
     if missing := sorted(loading["missing_keys"]):  # a hub name's files could not be checked before
         raise ValueError(f"{folder} lacks the weight {missing[0]} (and {len(missing) - 1} more) that its config needs")
     model = from_dms(model, folder, kwargs.get("revision")) if hasattr(model.config, "dms_window_size") else model
-    refuse_nonfinite(model.state_dict().items(), str(folder))
+    refuse_nonfinite(model.state_dict().items(), folder)
     return follow_tensors(model).eval()
 
 
@@ -59,13 +61,13 @@ def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = N
     """Load a model, on the GPU if there is one, and its tokenizer, or None if it has none.
 
     Args:
-        path: folder or hub name of a stock or compressed model.
+        path: folder, hub name or GGUF file of a stock or compressed model.
         dtype: dtype of the weights.
         revision: hub revision.
     Raises:
         FileNotFoundError, ValueError: see `load_model` and `load_tokenizer`.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path, device = local_model(path), "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(path, dtype=dtype, revision=revision).to(device)
     lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     return model, None if lacks_tokenizer else load_tokenizer(path, revision, model.config.vocab_size)
@@ -75,16 +77,17 @@ def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: in
     """Load a tokenizer without running code from its folder.
 
     Args:
-        path: folder or hub name.
+        path: folder, hub name or GGUF file.
         revision: hub revision.
         vocab_size: vocabulary size of the model that reads its tokens; None: any.
     Raises:
         ValueError: the tokenizer is missing or damaged, or has more tokens than the model.
     """
+    path = local_model(str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
-        missing = "" if Path(path).is_dir() else f"there is no folder {str(path)!r}: as a name of the hub, "
+        missing = "" if Path(path).is_dir() else f"there is no folder {path!r}: as a name of the hub, "
         raise ValueError(
             f"{missing}{path} has no tokenizer, or a damaged one ({error}): copy its files again"
         ) from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.files import read_mapping
+from dmc.gguf import local_model
 from dmc.models.build import check_shape, refuse_kernels
 from dmc.models.experts import as_in_model
 from dmc.models.ties import settle_ties
@@ -257,7 +258,8 @@ def read_dtype(name: str) -> torch.dtype | None:
 
 
 def local_folder(name: str, revision: str | None = None) -> Path:
-    """Return a folder with safetensors and JSON files; those of a hub name are downloaded."""
+    """Return a folder with safetensors and JSON files: a hub name's are downloaded, a GGUF file's imported."""
+    name = local_model(name)
     if Path(name).is_dir():
         return Path(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))

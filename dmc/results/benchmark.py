@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import StaticCache
 
 from dmc.config.settings import Count, NonNegative, OutputFolder, Ratio, checked_dataclass
+from dmc.gguf import ModelName
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
@@ -28,8 +29,8 @@ CHUNK = 2048
 class BenchmarkConfig:
     """Settings of a benchmark."""
 
-    model: str | None = None
-    """Folder or hub name of a stock model; None: random weights."""
+    model: ModelName | None = None
+    """Folder, hub name or GGUF file of a stock model; None: random weights."""
     shape: dict[str, Any] | None = None
     """Shape of random weights: fields of a transformers configuration, with `model_type`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

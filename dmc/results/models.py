@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from dmc.compression.full_attention import refuse_other_attention
 from dmc.config.settings import build_config, checked_dataclass, suggest
 from dmc.data.sources import file_stamps
+from dmc.gguf import ModelName
 from dmc.models.weights import open_weights
 from dmc.results.measurement import digest
 
@@ -25,8 +26,8 @@ MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 class ComparedModel:
     """A model of the grid."""
 
-    path: str
-    """Folder or hub name of a stock or compressed model."""
+    path: ModelName
+    """Folder, hub name or GGUF file of a stock or compressed model."""
     dtype: str = "auto"
     revision: str | None = None
     """Hub revision."""

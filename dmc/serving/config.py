@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, Named, NonNegative, Positive, build_config, checked_dataclass
+from dmc.gguf import ModelName
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.models.tensor_parallel import load_shard
 from dmc.ranks import Ranks
@@ -36,8 +37,8 @@ class Limits:
 class ServedModel:
     """A model, with its method and memory, that clients ask for by a name."""
 
-    path: str
-    """Folder or hub name."""
+    path: ModelName
+    """Folder, hub name or GGUF file."""
     dtype: str = "auto"
     revision: str | None = None
     """Hub revision."""

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from dmc.compression import CompressionConfig, GateMode
 from dmc.config.settings import Count, OutputFolder, Share, checked_dataclass
 from dmc.data.config import DataConfig
+from dmc.gguf import ModelName
 from dmc.models import load_model, retrofit
 from dmc.policies.delayed_scorer import DelayedScorer, ScorerConfig
 from dmc.training.attention_targets import future_attention, rotated_states
@@ -35,8 +36,8 @@ class FitConfig:
         ValueError: a value is missing or out of range, or sequences are too short for the window.
     """
 
-    model: str
-    """Folder or hub name of the stock model."""
+    model: ModelName
+    """Folder, hub name or GGUF file of the stock model."""
     data: DataConfig
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     steps: Count = 160

@@ -16,6 +16,7 @@ from dmc.config.settings import Count, Named, OutputFolder, build_config, checke
 from dmc.data.config import DataConfig
 from dmc.data.numbering import has_tokenizer
 from dmc.files import read_mapping
+from dmc.gguf import ModelName
 from dmc.training.config.trainer import TrainerConfig
 from dmc.training.config.training import DistillationConfig, TrainingConfig
 
@@ -39,8 +40,8 @@ class RunConfig:
 
     data: DataConfig
     training: TrainingConfig
-    model: str | None = None
-    """Folder or hub name of a pretrained model, see docs/models.md; None: a fresh one of `base.shape`."""
+    model: ModelName | None = None
+    """Folder, hub name or GGUF file of a pretrained model, see docs/models.md; None: a fresh one of `base.shape`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights; with bfloat16 everything but RoPE angles and the gates is computed in it."""
     revision: str | None = None

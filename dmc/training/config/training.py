@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.compression import HeadAgreement
 from dmc.config.settings import Count, NonNegative, Ratio, Share, checked_dataclass
+from dmc.gguf import ModelName
 
 StageName = Literal["pretrain", "zero_out", "retrofit", "solidify"]
 
@@ -109,8 +110,8 @@ class DistillationConfig:
     direction: Literal["forward", "reverse"] = "forward"
     """The divergence. forward: KL(teacher || model), as in most distillation; reverse: KL(model || teacher), as in the
     code of DMS, which calls it forward."""
-    path: str | None = None
-    """Folder or hub name of the frozen teacher; None: the model that the run starts from."""
+    path: ModelName | None = None
+    """Folder, hub name or GGUF file of the frozen teacher; None: the model that the run starts from."""
 
 
 @checked_dataclass(frozen=True)
