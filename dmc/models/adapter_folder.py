@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from dmc.files import read_mapping
 from dmc.models.adapter import OF_ADAPTERS
 from dmc.models.weights import (
     BASE_KEYS,
     GATES_NAME,
-    INDEX_NAME,
     find_base,
     is_adapter,
     local_folder,
     open_weights,
-    weight_files,
     weights_digest,
 )
 
@@ -83,34 +78,26 @@ def save_gates(model: Any, folder: Path, base: Base) -> None:
     base.save_config(model, folder, model.dtype)
 
 
-@contextmanager
-def whole_folder(name: Any, config: Any = None, revision: str | None = None) -> Iterator[Any]:
-    """Make a folder of links with all weights of an adapter, as transformers reads them; any other name is its own.
+def adapter_behind(name: Any, config: Any = None, revision: str | None = None) -> Path | None:
+    """Return the folder of an adapter of gates; None: the name is that of something else.
 
     Args:
         name: folder or hub name.
-        config: what has been read of its configuration.
+        config: what has been read of a hub name's configuration.
         revision: hub revision.
     """
     folder = Path(str(name))
     if not folder.is_dir() and hasattr(config, BASE_KEYS[-1]):
         folder = local_folder(str(name), revision)
-    if not is_adapter(folder):
-        yield name
-        return
-    with TemporaryDirectory(prefix="dmc_gates_") as made:
-        whole = Path(made)
-        weight_map: dict[str, str] = {}
-        for number, path in enumerate(weight_files(folder)):  # the gates last: a base may have others of its own
-            link = whole / f"part-{number:05}.safetensors"
-            link.symlink_to(path.resolve())
-            with safe_open(path, framework="pt") as tensors:
-                weight_map |= dict.fromkeys(tensors.keys(), link.name)
-        index = {"metadata": {}, "weight_map": weight_map}
-        (whole / INDEX_NAME).write_text(json.dumps(index))
-        for path in folder.glob("*.json"):
-            (whole / path.name).symlink_to(path.resolve())
-        yield whole
+    return folder if is_adapter(folder) else None
+
+
+def given_weights(folder: Path) -> dict[str, Any]:
+    """Return the keywords by which transformers' `from_pretrained` takes all weights of an adapter, without a name."""
+    given = {"state_dict": open_weights(folder)}
+    if (folder / "generation_config.json").is_file():
+        given["generation_config"] = GenerationConfig.from_pretrained(folder)
+    return given
 
 
 def with_base(

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from dmc.compression import CompressionConfig, Compressor, full_attention_tables
 from dmc.compression.full_attention import layer_windows, refuse_other_attention, refuse_windows_alone
 from dmc.models.adapter import GateAdapter
-from dmc.models.adapter_folder import whole_folder
+from dmc.models.adapter_folder import adapter_behind, given_weights
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.recurrent import attention_layers, install_recurrent
 from dmc.models.stock_attention import ATTENTION_NAME, UNPADDED_ATTENTION, rotate_own_tokens
@@ -154,13 +154,17 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         Raises:
             ValueError, FileNotFoundError: a shard is missing or truncated, or a weight has another shape.
         """
-        name = pretrained_model_name_or_path
+        name, config = pretrained_model_name_or_path, kwargs.get("config")
         check_weights(name, cls)
-        with whole_folder(name, kwargs.get("config"), kwargs.get("revision")) as folder:
-            safely = {"use_safetensors": True, "trust_remote_code": False}
-            found = super().from_pretrained(folder, *args, **{**kwargs, **safely})
+        adapter = adapter_behind(name, config, kwargs.get("revision"))
+        if adapter is not None:
+            if not isinstance(config, PretrainedConfig):
+                config = cls.config_class.from_pretrained(adapter)
+            kwargs = {**kwargs, **given_weights(adapter), "config": config, "revision": None}
+        given = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
+        found = super().from_pretrained(name if adapter is None else None, *args, **given)
         model = follow_tensors(found[0] if isinstance(found, tuple) else found)
-        if folder is not name:
+        if adapter is not None:
             model.name_or_path = without_base(model.config).name_or_path = str(name)
         return found
 

@@ -24,6 +24,7 @@ from dmc.models.experts import as_in_model
 from dmc.models.ties import settle_ties
 from dmc.ranks import Ranks
 
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 GATES_NAME = "dmc_gates.safetensors"
 """File of an adapter of gates: its folder has no other weights, and takes them from the base that it names."""
 BASE_KEYS = ("base_model_name_or_path", "base_revision", "base_digest")
@@ -306,7 +307,7 @@ def find_base(folder: Path) -> Path:
     for place in (*named, *filter(_is_base, beside)):
         if _known_digest(place) == digest:
             return place
-    if not named and not Path(name).is_absolute():
+    if not named and HUB_NAME.fullmatch(name):
         try:
             named = [local_folder(name, revision)]
         except (OSError, ValueError) as error:
@@ -323,7 +324,8 @@ def find_base(folder: Path) -> Path:
 
 
 def _is_base(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not is_adapter(folder)
+    has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    return has_weights and not is_adapter(folder)
 
 
 def _without_base(folder: Path, name: str, reason: str = "") -> str:
