@@ -21,9 +21,9 @@ from dmc.models.weights import (
     GATES_NAME,
     find_base,
     is_adapter,
+    known_digest,
     local_folder,
     open_weights,
-    weights_digest,
 )
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -53,15 +53,19 @@ class Base:
             found = find_base(folder)
             return cls(named if COMMIT.fullmatch(found.name) else str(found.resolve()), revision, digest)
         if Path(name).is_dir():
-            return cls(str(folder.resolve()), None, weights_digest(folder))
-        return cls(name, folder.name if COMMIT.fullmatch(folder.name) else revision, weights_digest(folder))
+            return cls(str(folder.resolve()), None, known_digest(folder))
+        return cls(name, folder.name if COMMIT.fullmatch(folder.name) else revision, known_digest(folder))
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What a configuration says of it."""
+        return dict(zip(BASE_KEYS, (self.name, self.revision, self.digest), strict=True))
 
     def save_config(self, model: Any, folder: Path, dtype: torch.dtype) -> None:
         """Write the configuration of a compressed model, with the base's name; the base is read in `dtype`."""
         config = copy.deepcopy(model.config)
-        named = dict(zip(BASE_KEYS, (self.name, self.revision, self.digest), strict=True))
         name = type(model).__name__.removeprefix("FSDP")
-        config.update({"dtype": dtype, "architectures": [name], **named})
+        config.update({"dtype": dtype, "architectures": [name], **self.named})
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
 

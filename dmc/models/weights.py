@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -296,16 +296,22 @@ def find_base(folder: Path) -> Path:
         FileNotFoundError: the base is not there.
         ValueError: config.json names none, or what has its name holds other weights.
     """
-    path = folder / "config.json"
-    name, revision, digest = map(read_mapping(path).get, BASE_KEYS)
+    return named_base(read_mapping(folder / "config.json"), folder)
+
+
+def named_base(config: Mapping[str, Any], folder: Path) -> Path:
+    """Find the base that a configuration names, see `find_base`; it is that of the gates in `folder`."""
+    name, revision, digest = map(config.get, BASE_KEYS)
     if not isinstance(name, str) or not isinstance(digest, str):
-        raise ValueError(f"{path} does not name the base of {GATES_NAME} ({', '.join(BASE_KEYS)}): copy it again")
+        raise ValueError(
+            f"the configuration of {folder} does not name the base of its gates ({', '.join(BASE_KEYS)}): copy it again"
+        )
     parts = [part for part in Path(name).parts if part not in ("/", "..")]
     tails = [Path(*parts[-count:]) for count in range(min(3, len(parts)), 0, -1)]
     beside = [parent / tail for parent in folder.resolve().parents[:4] for tail in tails]
     named = [place for place in (folder / name, Path(name)) if _is_base(place)]
     for place in (*named, *filter(_is_base, beside)):
-        if _known_digest(place) == digest:
+        if known_digest(place) == digest:
             return place
     if not named and HUB_NAME.fullmatch(name):
         try:
@@ -313,13 +319,13 @@ def find_base(folder: Path) -> Path:
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise FileNotFoundError(_without_base(folder, name, f" and cannot be fetched ({reason})")) from error
-        if _known_digest(named[0]) == digest:
+        if known_digest(named[0]) == digest:
             return named[0]
     if not named:
         raise FileNotFoundError(_without_base(folder, name))
     raise ValueError(
         f"the gates of {folder} were learned on a base with digest {digest[:12]}, {name} has "
-        f"{_known_digest(named[0])[:12]}: put back that base, or learn the gates anew on this one"
+        f"{known_digest(named[0])[:12]}: put back that base, or learn the gates anew on this one"
     )
 
 
@@ -335,7 +341,7 @@ def _without_base(folder: Path, name: str, reason: str = "") -> str:
     )
 
 
-def _known_digest(folder: Path) -> str:
+def known_digest(folder: Path) -> str:
     """Return a folder's `weights_digest`, computed once in a process while its files stay as they are."""
     files = [folder / "config.json", *weight_files(folder)]
     stamps = [(path.name, stat.st_size, stat.st_mtime_ns) for path in files if (stat := path.stat())]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import glob
 import logging
 import shutil
@@ -33,7 +34,6 @@ from transformers.utils import CONFIG_NAME
 from dmc.budget import check_ratio
 from dmc.compression import GateMode
 from dmc.config import build_config
-from dmc.data import local_copy
 from dmc.files import refuse_occupied, replacement
 from dmc.models import CompressedCausalLM, load_model
 from dmc.models.adapter_folder import Base, of_gates, save_gates
@@ -47,10 +47,13 @@ from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
 from dmc.training.model_folder import ModelCard, check_push, describe, push
 from dmc.training.record import read_foreign_config
+from dmc.training.run_base import base_of
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer
 
+FINAL_NAME = "final"
+"""Folder of a run's model after its last step."""
 RATIO_TOLERANCE = 0.05
 """Relative distance of the calibrated ratio from the target above which there is a warning."""
 LOGITS_TOLERANCE = 1e-5
@@ -102,7 +105,7 @@ def export_checkpoint(
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
-    model, step = load_last_model(run_folder, use_previous_checkpoint)
+    model, step = _load_learned(run_folder, config, use_previous_checkpoint)
     tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config), merge=merge)
     model.to(choose_device(model) if device is None else device)
@@ -110,6 +113,17 @@ def export_checkpoint(
     if push_to_hub is not None:
         logger.info("uploaded to %s", push(output, push_to_hub))
     return output
+
+
+def _load_learned(run_folder: Path, config: RunConfig, use_previous: bool) -> tuple[Any, int]:
+    """Load what a run has learned, and its number of steps: from `final/` where there were none, and no checkpoint."""
+    final = run_folder / FINAL_NAME
+    has_steps = Plan(config.training, config.target_ratio, config.compression).total_steps > 0
+    if has_steps or config.gates is None or not final.is_dir():
+        return load_last_model(run_folder, use_previous)
+    model = load_model(final, dtype=getattr(torch, config.dtype))
+    model.compression = config.gates  # it is calibrated anew
+    return model, 0
 
 
 def _reachable(target_ratio: float, config: RunConfig) -> float:
@@ -207,22 +221,17 @@ class Exporter(AfterStep):
         title = f" at CR {target_ratio:g}" if trained is not None else ""
         card = self._card(title, metrics, None if step is None else self.config.training.push_to_hub)
         if self.strategy.exports_parts:
-            base = self._find_base if self._writes_gates else None
+            base = functools.partial(base_of, self.config) if self._writes_gates else None
             export_parts(self.strategy, model, folder, self.tokenizer, card, overwrite, self.dtype, base)
         else:
 
             def write() -> None:
-                base = self._find_base() if self._writes_gates else None
+                base = base_of(self.config) if self._writes_gates else None
                 export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite, base=base)
 
             Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)
         if trained is not None:
             model.compression = trained
-
-    def _find_base(self) -> Base:
-        """Describe the model that the run starts from, on which it learns its gates."""
-        name, revision = str(self.config.model), self.config.revision
-        return Base.of(name, Path(local_copy(name, revision)), revision)
 
     def _calibrate(self, model: Any, target_ratio: float, folder: Path) -> dict[str, Any]:
         """Shift the model's decision offset until its ratio on held-out text meets the target."""

@@ -90,9 +90,7 @@ WAYS = {
     "serve, compare, demo": lambda folder: load_with_tokenizer(str(folder))[0],
     "generate": lambda folder: _load(GenerateConfig(model=str(folder), prompt="x")),
     "pipeline": lambda folder: pipeline("text-generation", model=str(folder)).model,
-    "slices": lambda folder: assemble(
-        read_model_config(folder), _read_slices(folder, {}, ALONE, torch.float32, "cpu")
-    ),
+    "slices": lambda folder: assemble(read_model_config(folder), _read_slices(folder, {}, ALONE, torch.float32, "cpu")),
     "vLLM": lambda folder: assemble(
         read_model_config(folder),
         dict(
@@ -203,8 +201,12 @@ def name_itself(base, adapter, make_stock):
     ("damage", "error", "message"),
     [
         (replace, ValueError, r"base with digest [0-9a-f]{12}, .*/base has [0-9a-f]{12}: put back that base, or learn"),
-        (remove, FileNotFoundError, r"final holds gates alone, and their base .*/base is no folder here: put it beside"),
-        (forget, ValueError, r"does not name the base of dmc_gates.safetensors \(base_model_name_or_path, base_revis"),
+        (
+            remove,
+            FileNotFoundError,
+            r"final holds gates alone, and their base .*/base is no folder here: put it beside",
+        ),
+        (forget, ValueError, r"final does not name the base of its gates \(base_model_name_or_path, base_revision"),
         (name_itself, FileNotFoundError, r"their base \. is no folder here"),
     ],
 )

@@ -1,12 +1,15 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dmc import load_model
 from dmc.commands.export import ExportConfig, export
 from dmc.config import build_config
+from dmc.training.checkpoints import load_checkpoint_model, saved_checkpoints, stored_tensors
 from dmc.training.config import RunConfig
 from dmc.training.model_folder import push
 from dmc.training.run import train
@@ -49,8 +52,6 @@ def test_a_run_that_learns_gates_alone_writes_an_adapter_and_merges_it_when_aske
     before, after = load_model(folders.stock).state_dict(), load_model(run.final).state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert any(after[name].any() for name in set(after) - set(before))
-    if learning is FITTED:
-        return  # nothing is optimized, so there is no checkpoint
     for merge in (False, True):
         output = export(ExportConfig(run=str(run.folder), output=str(tmp_path / f"merge_{merge}"), merge=merge))
         assert (output / "model.safetensors").exists() == merge
@@ -83,3 +84,28 @@ def test_an_adapter_is_uploaded_as_it_is_and_replaces_a_whole_model(hub, trained
     push(final, "me/gates")
     assert {*hub.files["me/gates"]} == ADAPTER | {"thesis.txt"}
     assert hub.files["me/gates"]["dmc_gates.safetensors"] == (final / "dmc_gates.safetensors").read_bytes()
+
+
+def test_a_run_resumes_from_checkpoints_of_gates_and_their_moments(trained, folders, tmp_path, monkeypatch):
+    settings = LEARNED | {"stages": {"retrofit": {"length": "3 steps"}}}
+    whole = trained("whole", **settings)
+    monkeypatch.setattr("dmc.training.run.Exporter.write", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trained("cut", **settings)
+    monkeypatch.undo()
+    last, _ = saved_checkpoints(tmp_path / "cut" / "checkpoints")
+    added = {f"model.{name}" for name in load_file(whole.final / "dmc_gates.safetensors")}
+    stored = set(stored_tensors(last))
+    assert {name for name in stored if name.startswith("model.")} == added
+    assert {name.rpartition(".")[0].replace("optimizer.", "model.", 1) for name in stored - added} <= added
+    shutil.rmtree(last)
+    assert torch.equal(logits(trained("cut", **settings).final), logits(whole.final))
+    make_other(folders.stock)
+    with pytest.raises(ValueError, match="put back that base"):
+        load_checkpoint_model(last)
+
+
+def make_other(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -193,7 +193,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
     @override
     def tensors(self) -> dict[str, Any]:
         names = {value: name for name, value in weights_of(self.lightning_module.model).items()}
-        tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value.detach() for value, name in names.items()}
+        saves_all = not self.run_config.learns_gates_alone(self.lightning_module.plan.total_steps)
+        saved = {name: value.detach() for value, name in names.items() if saves_all or OF_ADAPTERS in name}
+        tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value for name, value in saved.items()}
         for optimizer in self.optimizers:
             for parameter, states in optimizer.state.items():
                 tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in states.items()}
