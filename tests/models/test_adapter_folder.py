@@ -230,6 +230,11 @@ def test_gates_of_an_adapter_belong_to_its_own_base(base, adapter):
     assert Base.of(str(adapter), local_folder(str(adapter))) == Base.of(str(base), base)
 
 
+def test_a_base_of_the_hub_is_named_with_the_commit_of_its_copy(base):
+    copy = base.rename(base.with_name("0123456789abcdef" * 2 + "01234567"))
+    assert Base.of("somebody/of-the-hub", copy, "main") == Base("somebody/of-the-hub", copy.name, weights_digest(copy))
+
+
 def test_gates_replace_those_of_a_compressed_base(learned, make_compressed, tmp_path):
     other = make_compressed(vocab_size=300, gates=HIDDEN)
     for part in other.adapters():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import train_ranks
 from safetensors.torch import load_file, save_file
 
 from dmc import load_model
@@ -78,10 +79,11 @@ def test_a_run_that_changes_its_base_writes_the_whole_model(compression, trainin
     assert (final / "model.safetensors").exists() and not (final / "dmc_gates.safetensors").exists()
 
 
-def test_an_adapter_is_uploaded_as_it_is_and_replaces_a_whole_model(hub, trained):
+def test_an_adapter_is_uploaded_as_it_is_and_replaces_a_whole_model(hub, trained, caplog):
     final = trained(**FITTED).final
     hub.files["me/gates"], hub.private["me/gates"] = {"model.safetensors": b"before", "thesis.txt": b"mine"}, True
     push(final, "me/gates")
+    assert "final holds gates alone, and their base" in caplog.text
     assert {*hub.files["me/gates"]} == ADAPTER | {"thesis.txt"}
     assert hub.files["me/gates"]["dmc_gates.safetensors"] == (final / "dmc_gates.safetensors").read_bytes()
 
@@ -109,3 +111,16 @@ def make_other(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_parts_go_on_from_an_adapter(trained, run_values, folders, tmp_path):
+    first, settings = trained(**LEARNED).final, LEARNED | {"learning_rate": 0.1, "batch_size": 2, "micro_batch_size": 1}
+    alone = trained("alone", first, **settings)
+    run_values |= {"model": str(first), "compression": GATES, "output_dir": str(tmp_path / "two")}
+    run_values["training"] |= {"validate_every_steps": 9, **settings}
+    run_values["trainer"] |= {"devices": 2, "strategy": "fsdp2"}
+    train_ranks(run_values, 2, tmp_path / "log")
+    final = tmp_path / "two" / "final"
+    assert {path.name for path in final.iterdir()} == ADAPTER and base_of(final) == folders.stock
+    assert torch.allclose(logits(final), logits(alone.final), atol=1e-4)
