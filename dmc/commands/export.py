@@ -36,6 +36,8 @@ class ExportConfig:
     push_to_hub: str | None = None
     trust_run: StrictBool = False
     overwrite: StrictBool = False
+    merge: StrictBool = False
+    """Write the base's weights too where gates alone were learned: by itself that writes an adapter of gates."""
 
 
 def export(config: ExportConfig) -> Path:
@@ -51,4 +53,5 @@ def export(config: ExportConfig) -> Path:
         trust_run=config.trust_run,
         device=config.device,
         push_to_hub=config.push_to_hub,
+        merge=config.merge,
     )

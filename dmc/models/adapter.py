@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+OF_ADAPTERS = ".gate_adapter."
+"""Part of the name of every weight of a model's adapters."""
+
 
 class GateAdapter(nn.Linear):
     """Two rows for each KV head, decision and importance, side by side so that the heads can be cut.

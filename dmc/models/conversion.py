@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from dmc.compression import CompressionConfig
 from dmc.compression.full_attention import refuse_other_attention
+from dmc.models.adapter import OF_ADAPTERS
 from dmc.models.families import FAMILIES
 from dmc.models.layer_check import check_layer, unknown_convention
 from dmc.models.modeling import CompressedCausalLM, check_gates
@@ -86,7 +87,7 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     adapters = {
         name: torch.zeros_like(value, device=model.device, dtype=model.dtype)
         for name, value in compressed.state_dict().items()
-        if ".gate_adapter." in name
+        if OF_ADAPTERS in name
     }
     compressed.load_state_dict(model.state_dict() | adapters, assign=True)
     for name, module in compressed.named_modules():

@@ -26,9 +26,10 @@ class StackedWeight:
         rows, columns = zip(*(part.get_shape() for part in self._experts[0]), strict=True)
         return [len(self._experts), sum(rows), columns[0]]
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        """Read a slice, or one for each dimension; rows of all experts that are read are read whole."""
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read a slice, one for each dimension, or `...`; rows of all experts that are read are read whole."""
         every = slice(None)
+        index = every if index is ... else index
         experts, rows, columns = (*(index if isinstance(index, tuple) else (index,)), every, every)[:3]
         read = [torch.cat([part[:, columns] for part in parts])[rows] for parts in self._experts[experts]]
         return torch.stack(read)

@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from dmc.compression import CompressionConfig, Compressor, full_attention_tables
 from dmc.compression.full_attention import layer_windows, refuse_other_attention, refuse_windows_alone
 from dmc.models.adapter import GateAdapter
+from dmc.models.adapter_folder import adapter_behind, given_weights
 from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.recurrent import attention_layers, install_recurrent
 from dmc.models.stock_attention import ATTENTION_NAME, UNPADDED_ATTENTION, rotate_own_tokens
 from dmc.models.ties import follow_tensors
 from dmc.models.token_losses import TokenLossMixin, with_token_losses
-from dmc.models.weights import check_weights
+from dmc.models.weights import check_weights, without_base
 from dmc.ranks import ALONE, Ranks
 
 
@@ -148,16 +149,23 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load an exported folder as safetensors and JSON only.
+        """Load an exported folder, or an adapter of gates and its base, as safetensors and JSON only.
 
         Raises:
             ValueError, FileNotFoundError: a shard is missing or truncated, or a weight has another shape.
         """
-        check_weights(pretrained_model_name_or_path, cls)
-        found = super().from_pretrained(
-            pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True, "trust_remote_code": False}
-        )
-        follow_tensors(found[0] if isinstance(found, tuple) else found)
+        name, config = pretrained_model_name_or_path, kwargs.get("config")
+        check_weights(name, cls)
+        adapter = adapter_behind(name, config, kwargs.get("revision"))
+        if adapter is not None:
+            if not isinstance(config, PretrainedConfig):
+                config = cls.config_class.from_pretrained(adapter)
+            kwargs = {**kwargs, **given_weights(adapter), "config": config, "revision": None}
+        given = {**kwargs, "use_safetensors": True, "trust_remote_code": False}
+        found = super().from_pretrained(name if adapter is None else None, *args, **given)
+        model = follow_tensors(found[0] if isinstance(found, tuple) else found)
+        if adapter is not None:
+            model.name_or_path = without_base(model.config).name_or_path = str(name)
         return found
 
     def forward(  # type: ignore[override]

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from dmc.models.experts import as_in_model
 from dmc.models.ties import settle_ties
 from dmc.ranks import Ranks
 
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+GATES_NAME = "dmc_gates.safetensors"
+"""File of an adapter of gates: its folder has no other weights, and takes them from the base that it names."""
+BASE_KEYS = ("base_model_name_or_path", "base_revision", "base_digest")
+"""Keys by which an adapter's config.json names its base: a folder or hub name, its revision, its `weights_digest`."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WHOLE_BYTES = 2**30
@@ -36,7 +42,8 @@ SAMPLED_BYTES = 2**12
 def open_weights(folder: Path) -> dict[str, Any]:
     """Open all weights of a folder under their names in the model: each is read where it is indexed.
 
-    Most are slices of safetensors; of experts, which files hold apart, see `StackedWeight`.
+    Most are slices of safetensors; of experts, which files hold apart, see `StackedWeight`. An adapter's folder answers
+    with its base's weights and its own gates.
 
     Raises:
         FileNotFoundError: the folder has no safetensors weights, or misses a shard.
@@ -54,9 +61,10 @@ def open_weights(folder: Path) -> dict[str, Any]:
                 "or export it anew"
             ) from error
         weights |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    promised = _read_index(folder / INDEX_NAME) if (folder / INDEX_NAME).is_file() else {}
+    index = weights_folder(folder) / INDEX_NAME
+    promised = _read_index(index) if index.is_file() else {}
     if lacking := sorted(set(promised) - set(weights)):
-        shard = folder / promised[lacking[0]]
+        shard = index.with_name(promised[lacking[0]])
         raise ValueError(f"{shard} lacks {lacking[0]} (and {len(lacking) - 1} more) named in {INDEX_NAME}")
     config = folder / "config.json"
     model_type = read_mapping(config).get("model_type") if config.is_file() else None
@@ -95,9 +103,16 @@ def read_model_config(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     check_shape(read_mapping(path), str(path))
     with _describing(path):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = without_base(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     with suppress(FileNotFoundError, ValueError):  # without weights, or with damaged ones, as `check_weights` says
         settle_ties(config, open_weights(folder))
+    return config
+
+
+def without_base(config: Any) -> Any:
+    """Remove from a configuration, in place, what names an adapter's base: a loaded model has all of its weights."""
+    for key in BASE_KEYS:
+        vars(config).pop(key, None)
     return config
 
 
@@ -223,7 +238,8 @@ def weights_digest(folder: Path) -> str:
     """
     open_weights(folder)
     config = read_mapping(folder / "config.json")
-    told = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    others = ("_name_or_path", "transformers_version", *BASE_KEYS[:2])
+    told = {key: value for key, value in config.items() if key not in others}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     files = weight_files(folder)
     is_whole = sum(path.stat().st_size for path in files) <= WHOLE_BYTES
@@ -265,12 +281,91 @@ def local_folder(name: str, revision: str | None = None) -> Path:
     return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder.
+def is_adapter(folder: Path) -> bool:
+    """Tell whether a folder holds gates alone, and takes its other weights from a base."""
+    return (folder / GATES_NAME).is_file()
+
+
+def weights_folder(folder: Path) -> Path:
+    """Return the folder of a model's weights: of an adapter the base's, see `find_base`."""
+    return find_base(folder) if is_adapter(folder) else folder
+
+
+def find_base(folder: Path) -> Path:
+    """Find the base of an adapter of gates, and check that it is the one that they were learned on.
+
+    A relative path counts from the adapter's folder, or else from the working directory. A base that was moved along
+    with the adapter is found by the last parts of its path.
 
     Raises:
-        FileNotFoundError, ValueError: it has none, or a damaged index.
+        FileNotFoundError: the base is not there.
+        ValueError: config.json names none, or what has its name holds other weights.
     """
+    return named_base(read_mapping(folder / "config.json"), folder)
+
+
+def named_base(config: Mapping[str, Any], folder: Path) -> Path:
+    """Find the base that a configuration names, see `find_base`; it is that of the gates in `folder`."""
+    name, revision, digest = map(config.get, BASE_KEYS)
+    if not isinstance(name, str) or not isinstance(digest, str):
+        raise ValueError(
+            f"the configuration of {folder} does not name the base of its gates ({', '.join(BASE_KEYS)}): copy it again"
+        )
+    parts = [part for part in Path(name).parts if part not in ("/", "..")]
+    tails = [Path(*parts[-count:]) for count in range(min(3, len(parts)), 0, -1)]
+    beside = [parent / tail for parent in folder.resolve().parents[:4] for tail in tails]
+    named = [place for place in (folder / name, Path(name)) if _is_base(place)]
+    for place in (*named, *filter(_is_base, beside)):
+        if known_digest(place) == digest:
+            return place
+    if not named and HUB_NAME.fullmatch(name):
+        try:
+            named = [local_folder(name, revision)]
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise FileNotFoundError(_without_base(folder, name, f" and cannot be fetched ({reason})")) from error
+        if known_digest(named[0]) == digest:
+            return named[0]
+    if not named:
+        raise FileNotFoundError(_without_base(folder, name))
+    raise ValueError(
+        f"the gates of {folder} were learned on a base with digest {digest[:12]}, {name} has "
+        f"{known_digest(named[0])[:12]}: put back that base, or learn the gates anew on this one"
+    )
+
+
+def _is_base(folder: Path) -> bool:
+    has_weights = any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    return has_weights and not is_adapter(folder)
+
+
+def _without_base(folder: Path, name: str, reason: str = "") -> str:
+    return (
+        f"{folder} holds gates alone, and their base {name} is no folder here{reason}: put it beside this folder, or "
+        f"give its place as {BASE_KEYS[0]} in config.json"
+    )
+
+
+def known_digest(folder: Path) -> str:
+    """Return a folder's `weights_digest`, computed once in a process while its files stay as they are."""
+    files = [folder / "config.json", *weight_files(folder)]
+    stamps = [(path.name, stat.st_size, stat.st_mtime_ns) for path in files if (stat := path.stat())]
+    return _digest_of(folder.resolve(), tuple(stamps))
+
+
+@lru_cache
+def _digest_of(folder: Path, stamps: tuple[Any, ...]) -> str:
+    return weights_digest(folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a folder; an adapter's is the last, after those of its base.
+
+    Raises:
+        FileNotFoundError, ValueError: it has none, or a damaged index; see `find_base`.
+    """
+    if is_adapter(folder):
+        return [*weight_files(find_base(folder)), folder / GATES_NAME]
     index = folder / INDEX_NAME
     if not index.is_file() and not (folder / SINGLE_NAME).is_file():
         raise FileNotFoundError(

@@ -1,10 +1,10 @@
 """Checkpoints of a run: folders that all ranks write together, in the background, and any number of ranks reads.
 
-A folder holds what torch.distributed.checkpoint writes, every weight once under the model's own name and the states of
-the optimizer by weight; `trainer.pt`, Lightning's state; and `header.json`. It is written beside its place and gets its
-name by one rename. The checkpoint before the last one is removed after that: at every moment there is a complete one.
-A checkpoint may come from a stranger: its files may name only the classes that torch writes, no code, and no path
-outside the folder.
+A folder holds what torch.distributed.checkpoint writes, every weight once under the model's own name (where gates alone
+are learned, theirs and no others) and the states of the optimizer by weight; `trainer.pt`, Lightning's state; and
+`header.json`. It is written beside its place and gets its name by one rename. The checkpoint before the last one is
+removed after that: at every moment there is a complete one. A checkpoint may come from a stranger: its files may name
+only the classes that torch writes, no code, and no path outside the folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from transformers import AutoConfig, GenerationConfig
 from typing_extensions import override
 
+from dmc.models.adapter import OF_ADAPTERS
 from dmc.models.build import assemble
+from dmc.models.weights import BASE_KEYS, named_base, open_weights, without_base
 from dmc.ranks import ALONE, Ranks
 
 FOLDER_NAME = "checkpoints"
@@ -78,6 +80,11 @@ class Header:
     model_config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
     """The model's generation settings, as they differ from transformers' own."""
+
+    @property
+    def holds_gates_alone(self) -> bool:
+        """Whether the other weights are those of a base, which `model_config` names."""
+        return BASE_KEYS[-1] in self.model_config
 
 
 def step_name(step: int) -> str:
@@ -214,8 +221,13 @@ def load_last_model(run_folder: Path, use_previous: bool = False) -> tuple[Any, 
 
 def load_checkpoint_model(folder: Path) -> Any:
     """Rebuild the model of a checkpoint, stock or compressed, in this process."""
-    header = read_header(folder)
-    model = assemble(AutoConfig.for_model(**header.model_config), read_tensors(folder, WEIGHTS))
+    header, weights = read_header(folder), read_tensors(folder, WEIGHTS)
+    config = without_base(AutoConfig.for_model(**header.model_config))
+    if header.holds_gates_alone:
+        stored = open_weights(named_base(header.model_config, folder))
+        dtype = next(iter(weights.values())).dtype
+        weights = {name: weight[:].to(dtype) for name, weight in stored.items()} | weights
+    model = assemble(config, weights)
     if header.generation_config:  # older checkpoints have none: those of the configuration count
         model.generation_config = GenerationConfig.from_dict(header.generation_config)
     return model
@@ -256,6 +268,8 @@ def check_fits(folder: Path, model: Any) -> Header:
     header = read_header(folder)
     stored = {name: tuple(tensor.size) for name, tensor in stored_tensors(folder, WEIGHTS).items()}
     expected = {name: tuple(value.shape) for name, value in weights_of(model).items()}
+    if header.holds_gates_alone:
+        expected = {name: shape for name, shape in expected.items() if OF_ADAPTERS in name}
     missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
     if missing or unexpected:
         raise ValueError(

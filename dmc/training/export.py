@@ -3,17 +3,19 @@
 From top to bottom: `export_checkpoint` loads a checkpoint; `Exporter.write` takes a model, calibrates and measures it,
 and has its folder written beside its place, compared with the model, and renamed. What one process holds is written by
 transformers and compared by its logits (`export`); what ranks hold in parts is written by all of them and compared
-weight by weight (`export_parts`). Then the folder may be uploaded. What lies in it: `model_folder.py`.
+weight by weight (`export_parts`). Then the folder may be uploaded. What lies in it: `model_folder.py`,
+or, where gates alone were learned, `dmc/models/adapter_folder.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import glob
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +37,9 @@ from dmc.compression import GateMode
 from dmc.config import build_config
 from dmc.files import refuse_occupied, replacement
 from dmc.models import CompressedCausalLM, load_model
+from dmc.models.adapter_folder import Base, of_gates, save_gates
 from dmc.models.build import twin
-from dmc.models.weights import INDEX_NAME, SINGLE_NAME, check_weights
+from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weights
 from dmc.ranks import Ranks
 from dmc.training.after_step import AfterStep
 from dmc.training.calibrate import calibrate_offset
@@ -45,10 +48,13 @@ from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
 from dmc.training.model_folder import ModelCard, check_push, describe, push, write_generation_config
 from dmc.training.record import read_foreign_config
+from dmc.training.run_base import base_of
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
 from dmc.training.text_data import TextData, build_tokenizer
 
+FINAL_NAME = "final"
+"""Folder of a run's model after its last step."""
 RATIO_TOLERANCE = 0.05
 """Relative distance of the calibrated ratio from the target above which there is a warning."""
 LOGITS_TOLERANCE = 1e-5
@@ -69,6 +75,7 @@ def export_checkpoint(
     trust_run: bool = False,
     device: str | None = None,
     push_to_hub: str | None = None,
+    merge: bool = False,
 ) -> Path:
     """Export the last checkpoint of a run, finished or not.
 
@@ -83,6 +90,7 @@ def export_checkpoint(
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
         push_to_hub: name on the hub to upload the folder to; None: nothing is uploaded, whatever the run says.
+        merge: write the base's weights too where gates alone were learned.
     Raises:
         FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
@@ -98,14 +106,25 @@ def export_checkpoint(
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
     target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
-    model, step = load_last_model(run_folder, use_previous_checkpoint)
+    model, step = _load_learned(run_folder, config, use_previous_checkpoint)
     tokenizer = build_tokenizer(config)
-    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config))
+    exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config), merge=merge)
     model.to(choose_device(model) if device is None else device)
     exporter.write(model, output, target_ratio, overwrite, step=step)
     if push_to_hub is not None:
         logger.info("uploaded to %s", push(output, push_to_hub))
     return output
+
+
+def _load_learned(run_folder: Path, config: RunConfig, use_previous: bool) -> tuple[Any, int]:
+    """Load what a run has learned, and its number of steps: from `final/` where there were none, and no checkpoint."""
+    final = run_folder / FINAL_NAME
+    has_steps = Plan(config.training, config.target_ratio, config.compression).total_steps > 0
+    if has_steps or config.gates is None or not final.is_dir():
+        return load_last_model(run_folder, use_previous)
+    model = load_model(final, dtype=getattr(torch, config.dtype))
+    model.compression = config.gates  # it is calibrated anew
+    return model, 0
 
 
 def _reachable(target_ratio: float, config: RunConfig) -> float:
@@ -155,6 +174,7 @@ class Exporter(AfterStep):
         tokenizer: exported beside the weights.
         strategy: parallelism of the weights.
         snapshots: folders of snapshots by ratio.
+        merge: write whole models where gates alone were learned, too.
     """
 
     def __init__(
@@ -164,11 +184,13 @@ class Exporter(AfterStep):
         tokenizer: Any,
         strategy: Parallelism,
         snapshots: Mapping[float, Path] = MappingProxyType({}),
+        merge: bool = False,
     ) -> None:
         self.config, self.data, self.tokenizer, self.strategy = config, data, tokenizer, strategy
         self.plan, self.snapshots = Plan(config.training, config.target_ratio, config.compression), snapshots
         self.dtype = None if config.training.export_dtype is None else getattr(torch, config.training.export_dtype)
         self._num_written = 0
+        self._writes_gates = config.learns_gates_alone(self.plan.total_steps) and not merge
 
     def after_step(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         """Export a snapshot if the step reached its ratio; all ranks wait for it."""
@@ -200,11 +222,13 @@ class Exporter(AfterStep):
         title = f" at CR {target_ratio:g}" if trained is not None else ""
         card = self._card(title, metrics, None if step is None else self.config.training.push_to_hub)
         if self.strategy.exports_parts:
-            export_parts(self.strategy, model, folder, self.tokenizer, card, overwrite, self.dtype)
+            base = functools.partial(base_of, self.config) if self._writes_gates else None
+            export_parts(self.strategy, model, folder, self.tokenizer, card, overwrite, self.dtype, base)
         else:
 
             def write() -> None:
-                export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
+                base = base_of(self.config) if self._writes_gates else None
+                export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite, base=base)
 
             Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)
         if trained is not None:
@@ -264,6 +288,7 @@ def export(
     card: ModelCard,
     overwrite: bool = False,
     inputs: Iterable[Path] = (),
+    base: Base | None = None,
 ) -> Path:
     """Write a model as safetensors, configuration, tokenizer and model card; done only once it reads back equal.
 
@@ -274,6 +299,7 @@ def export(
         card: the model card.
         overwrite: replace a folder that was exported here; it stays until the new one is complete.
         inputs: folders that the model was read from, which are never replaced.
+        base: has all weights but the gates', which alone are written; None: all are.
     Returns:
         The folder.
     Raises:
@@ -281,7 +307,11 @@ def export(
         RuntimeError: the folder does not give the logits of the model; nothing is replaced.
     """
     with replacement(Path(folder), overwrite, inputs, CONFIG_NAME) as partial:
-        save(model, partial, tokenizer)
+        if base is None:
+            save(model, partial, tokenizer)
+        else:
+            save_gates(model, partial, base)
+            write_generation_config(partial, model.generation_config, tokenizer)
         describe(partial, tokenizer, card, getattr(model.config, "compression", None))
         _compare_logits(model, partial)
     return Path(folder)
@@ -330,6 +360,7 @@ def export_parts(
     card: ModelCard,
     overwrite: bool,
     dtype: torch.dtype | None,
+    base: Callable[[], Base] | None = None,
 ) -> None:
     """Write a model of which each rank holds parts, see `export`; called by all ranks, which all see the folder.
 
@@ -350,13 +381,18 @@ def export_parts(
 
         with as_write_error(folder, "what it held"):
             ((partial,), *_) = on_every_rank(begin, writers)
-            write_parts(strategy, model, partial, dtype, tokenizer)
+            write_parts(strategy, model, partial, dtype, tokenizer, base)
             on_every_rank(lambda: complete(partial), writers)
         on_every_rank(stack.close, writers)
 
 
 def write_parts(
-    strategy: Parallelism, model: Any, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None
+    strategy: Parallelism,
+    model: Any,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    base: Callable[[], Base] | None = None,
 ) -> None:
     """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
 
@@ -369,12 +405,15 @@ def write_parts(
         folder: exists, and all ranks see it.
         dtype: of the written weights; None: as they are.
         tokenizer: will be saved beside them; None: none.
+        base: describes the model that has all weights but the gates', which alone are written; None: all are.
     Raises:
         CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
             ranks.
         RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
     """
     weights = {name: weight if dtype is None else weight.to(dtype) for name, weight in strategy.weights(model).items()}
+    written = next(iter(weights.values())).dtype
+    weights = weights if base is None else of_gates(weights)
     group = strategy.writers.group
     options: dict[str, Any] = {"process_group": group, "no_dist": group is None}
     split = split_state_dict_into_shards_factory(
@@ -395,10 +434,13 @@ def write_parts(
         if len(files) == 1:
             next(folder.glob("model-*.safetensors")).rename(folder / SINGLE_NAME)
             (folder / INDEX_NAME).unlink()
-        config = copy.deepcopy(model.config)
-        written, name = next(iter(weights.values())).dtype, type(model).__name__.removeprefix("FSDP")
-        config.update({"dtype": written, "architectures": [name]})
-        config.save_pretrained(folder)
+        if base is not None:
+            (folder / SINGLE_NAME).rename(folder / GATES_NAME)
+            base().save_config(model, folder, written)
+        else:
+            config, name = copy.deepcopy(model.config), type(model).__name__.removeprefix("FSDP")
+            config.update({"dtype": written, "architectures": [name]})
+            config.save_pretrained(folder)
         write_generation_config(folder, model.generation_config, tokenizer)
 
     distributed_checkpoint.save(weights, storage_writer=writer, **options)

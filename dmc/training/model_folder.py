@@ -15,7 +15,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from dmc.models.weights import check_weights
+from dmc.files import read_mapping
+from dmc.models.weights import BASE_KEYS, check_weights, is_adapter
 from dmc.results.provenance import provenance
 from dmc.special_tokens import ends_of_text
 
@@ -159,6 +160,9 @@ def push(folder: Path, repository: str) -> str:
         OSError: it failed; the folder stays.
     """
     api, weights = HfApi(), ["*.safetensors", "*.safetensors.index.json"]
+    base = read_mapping(folder / "config.json").get(BASE_KEYS[0]) if is_adapter(folder) else None
+    if base is not None and Path(base).is_dir():
+        logger.warning("%s holds gates alone, and their base %s is a folder here: others need it too", folder, base)
     try:
         api.create_repo(repository, private=True, exist_ok=True)
         commit = api.upload_folder(

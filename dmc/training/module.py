@@ -20,6 +20,7 @@ from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import OptimizerStep
+from dmc.training.run_base import base_of
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
 
@@ -216,12 +217,14 @@ class RetrofitModule(LightningModule):
         return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the model's configurations, so that the checkpoint can be exported without the base."""
+        """Add the model's configurations, so that the checkpoint can be exported; and of gates alone the base."""
         self.optimization.read(self.trainer)  # a resumed run does not log these steps again
         checkpoint[OPTIMIZATION] = self.optimization.state_dict()
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
         settings = self.model.generation_config.to_json_string(keys_to_pop=["compile_config"])
         checkpoint[GENERATION_CONFIG] = json.loads(settings)
+        if self.config.learns_gates_alone(self.plan.total_steps):
+            checkpoint[MODEL_CONFIG] |= base_of(self.config).named
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what outlives a step.

@@ -38,7 +38,7 @@ from dmc.training.callbacks.throughput import Throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
 from dmc.training.config import RunConfig
-from dmc.training.export import Exporter
+from dmc.training.export import FINAL_NAME, Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule, Teacher
@@ -159,7 +159,7 @@ def _train(config: RunConfig) -> TrainedRun:
     folder = Path(config.output_dir)
     plan = Plan(config.training, config.target_ratio, config.compression)
     ratios = plan.snapshot_steps(config.training.snapshot_ratios) if config.has_gates else ()
-    run = TrainedRun(folder, folder / "final", {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
+    run = TrainedRun(folder, folder / FINAL_NAME, {ratio: folder / "snapshots" / f"cr{ratio:g}" for ratio in ratios})
     is_finished = run.is_finished
     if not is_finished:
         check_start(config, devices_per_node(config))

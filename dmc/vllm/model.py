@@ -15,6 +15,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 
 from dmc.kernels import choose_backend
+from dmc.models.adapter_folder import with_base
 from dmc.models.build import fill_buffers, refuse_kernels
 from dmc.models.tensor_parallel import shard_model
 from dmc.models.ties import settle_ties
@@ -66,7 +67,8 @@ class DMCForCausalLM(nn.Module):
             device = torch.device("cuda", torch.cuda.current_device())
         exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         stored = {}
-        for name, weight in weights:
+        described = vllm.model_config
+        for name, weight in with_base(weights, described.hf_config, described.model, described.revision):
             found = self._cuts[name].share(weight, self._ranks) if name in self._cuts else weight
             stored[name] = found.to(device, torch.float32 if any(module in name for module in exact) else dtype)
         refuse_nonfinite(stored.items(), vllm.model_config.model)

@@ -182,6 +182,15 @@ class RunConfig:
         """Whether the model learns to compress."""
         return self.gates is not None
 
+    def learns_gates_alone(self, total_steps: int) -> bool:
+        """Whether the model that the run starts from keeps all of its weights, and gates are added to them.
+
+        Args:
+            total_steps: optimizer steps of the run.
+        """
+        adds = self.gates is not None and self.gates.gate_input == "hidden" and self.merge_kv_heads is None
+        return self.model is not None and adds and (self.training.gates_only or total_steps == 0)
+
     @property
     def distillation(self) -> DistillationConfig | None:
         """How gates learn from a teacher; None: there are none, or from the text alone."""

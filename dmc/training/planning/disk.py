@@ -14,7 +14,8 @@ class Disk:
     """Bytes of a run's folders."""
 
     checkpoint: int
-    """One checkpoint, or milestone: every weight, and both of Adam's states of those that are trained."""
+    """One checkpoint, or milestone: every weight (where gates alone are learned, theirs), and both of Adam's states of
+    those that are trained."""
     export: int
     """One model: the last one, or a snapshot."""
     num_checkpoints: int
@@ -38,8 +39,9 @@ def plan_disk(config: RunConfig, memory: Memory, stored: int, steps_behind: int)
     training = config.training
     plan = Plan(training, config.target_ratio, config.compression)
     total, every = plan.total_steps, training.checkpoint_every_steps
-    checkpoint = stored * (memory.num_weights + 2 * memory.num_trained)
-    export = stored * memory.num_weights
+    num_saved_weights = memory.num_trained if config.learns_gates_alone(total) else memory.num_weights
+    checkpoint = stored * (num_saved_weights + 2 * memory.num_trained)
+    export = stored * num_saved_weights
     num_saved = total // every - steps_behind // every + (total % every > 0)
     num_milestones = sum(at > steps_behind for at in plan.ratio_steps(training.milestones.ratios).values())
     if (often := training.milestones.every_steps) is not None:

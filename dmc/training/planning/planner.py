@@ -266,8 +266,13 @@ def plan_table(plan: TrainingPlan) -> str:
 
 
 def _disk_lines(disk: Disk) -> list[str]:
-    written = [f"{disk.num_checkpoints} checkpoints of {disk.checkpoint / GIB:,.1f} GiB"]
+    written = [f"{disk.num_checkpoints} checkpoints of {_size(disk.checkpoint)}"]
     written += [f"{disk.num_milestones} milestones"] if disk.num_milestones else []
     written += [f"{disk.num_snapshots} snapshots"] if disk.num_snapshots else []
-    written.append(f"the model of {disk.export / GIB:,.1f} GiB")
-    return [f"disk: {', '.join(written)}; at most {disk.largest / GIB:,.1f} GiB while it writes"]
+    written.append(f"the model of {_size(disk.export)}")
+    return [f"disk: {', '.join(written)}; at most {_size(disk.largest)} while it writes"]
+
+
+def _size(num_bytes: int) -> str:
+    """Write bytes in GiB, or those of gates alone in MiB."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:,.1f} MiB"

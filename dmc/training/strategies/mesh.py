@@ -31,12 +31,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from dmc.models.adapter import GateAdapter
+from dmc.models.adapter import OF_ADAPTERS, GateAdapter
 from dmc.models.build import fill_buffers
 from dmc.models.gqa import merge_rows
 from dmc.models.recurrent import attention_layers
 from dmc.models.tensor_parallel import check_divides, count_heads, cut_modules, pieces_of
-from dmc.models.weights import local_folder, open_weights, refuse_nonfinite_parts
+from dmc.models.weights import local_folder, open_weights, refuse_nonfinite_parts, weights_folder
 from dmc.ranks import Ranks
 from dmc.training.checkpoints import OPTIMIZER, WEIGHTS, weights_of
 from dmc.training.config import RunConfig
@@ -159,15 +159,15 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         fill_buffers(model, self.root_device)
         stored = open_weights(folder)
         state: dict[str, Any] = {name: value for name, value in get_model_state_dict(model).items() if name in stored}
-        reader = distributed_checkpoint.HuggingFaceStorageReader(str(folder))
+        reader = distributed_checkpoint.HuggingFaceStorageReader(str(weights_folder(folder)))
         in_files = reader.read_metadata().state_dict_metadata
         parts = {
             name: value
             for name, value in state.items()
-            if name in in_files and [*value.shape] == stored[name].get_shape()
+            if name in in_files and OF_ADAPTERS not in name and [*value.shape] == stored[name].get_shape()
         }
         distributed_checkpoint.load(parts, storage_reader=reader)
-        for name in sorted(set(state) - set(parts)):  # KV heads to merge, experts that files hold apart
+        for name in sorted(set(state) - set(parts)):  # gates, KV heads to merge, experts that files hold apart
             holder, _, key = name.rpartition(".")
             value, head_dim = getattr(model.get_submodule(holder), key), attention_layers(model)[0].head_dim
             weight = merge_rows(stored[name][:].to(self.root_device, value.dtype), value.shape[0], head_dim)
@@ -193,7 +193,9 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
     @override
     def tensors(self) -> dict[str, Any]:
         names = {value: name for name, value in weights_of(self.lightning_module.model).items()}
-        tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value.detach() for value, name in names.items()}
+        saves_all = not self.run_config.learns_gates_alone(self.lightning_module.plan.total_steps)
+        saved = {name: value.detach() for value, name in names.items() if saves_all or OF_ADAPTERS in name}
+        tensors: dict[str, Any] = {f"{WEIGHTS}{name}": value for name, value in saved.items()}
         for optimizer in self.optimizers:
             for parameter, states in optimizer.state.items():
                 tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in states.items()}

@@ -178,6 +178,7 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     run_values["trainer"] |= {"devices": 2, "strategy": "fsdp2"}
     run_values["training"]["micro_batch_size"] = 1
     train_ranks(dict(run_values, output_dir=str(tmp_path / "two")), 2, tmp_path / "log")
+    assert (tmp_path / "two" / "final" / "dmc_gates.safetensors").is_file()
     again = load_model(tmp_path / "two" / "final").state_dict()
     assert all(torch.allclose(again[name], weight, atol=1e-5) for name, weight in after.items())
 
