@@ -43,6 +43,7 @@ def adapter(base, learned, tmp_path):
     folder = tmp_path / "outputs" / "run" / "final"
     folder.mkdir(parents=True)
     save_gates(learned, folder, Base.of(str(base), base))
+    learned.generation_config.save_pretrained(folder)
     for path in base.glob("tokenizer*"):
         shutil.copy(path, folder)
     return folder
