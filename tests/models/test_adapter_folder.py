@@ -76,8 +76,8 @@ def test_gates_of_135_million_weights_take_half_a_megabyte():
 
 
 def load_through_server(folder):
-    served = read_config({"models": {"gates": {"path": str(folder), "policy": "none"}}})
-    (engine,) = make_worker(served, Path("configs/policy")).engines.values()
+    served = read_config({"models": {"gates": {"path": str(folder)}}, "memory": 2**24})
+    (engine,) = make_worker(served, Path(__file__).parents[2] / "configs" / "policy").engines.values()
     return engine.model
 
 
@@ -88,8 +88,9 @@ WAYS = {
     "config first": lambda folder: AutoModelForCausalLM.from_pretrained(
         folder, config=AutoConfig.from_pretrained(folder)
     ),
-    "serve, compare, demo": lambda folder: load_with_tokenizer(str(folder))[0],
+    "compare, demo": lambda folder: load_with_tokenizer(str(folder))[0],
     "generate": lambda folder: _load(GenerateConfig(model=str(folder), prompt="x")),
+    "server": load_through_server,
     "pipeline": lambda folder: pipeline("text-generation", model=str(folder)).model,
     "slices": lambda folder: assemble(read_model_config(folder), _read_slices(folder, {}, ALONE, torch.float32, "cpu")),
     "vLLM": lambda folder: assemble(
