@@ -3,6 +3,8 @@
 # quickstart.sh and test.sh source it. TORCH=cuda or TORCH=cpu chooses the build of torch, and replaces another one; auto,
 # the default, keeps what is installed, and else takes the CUDA build where there is an nvidia-smi. The login node of a
 # cluster has none: give TORCH=cuda there.
+TEST_EXTRAS=train,slurm,deepspeed,eval,serve,ray,gguf,dev # what the tests need
+
 setup_environment() {
     local python=${PYTHON:-python3} stamp=.venv/.installed wanted installed build reason
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {

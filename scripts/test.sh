@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
-setup_environment train,slurm,deepspeed,eval,serve,ray,gguf,dev
+setup_environment "$TEST_EXTRAS"
 case ${1-} in
     --full) shift && setup_vllm ;;
     --rest=*) setup_vllm ;;
