@@ -7,9 +7,11 @@ so that a test that is named runs. `TEST_DURATIONS=FILE` appends a line for each
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,17 +56,25 @@ def pytest_collection_modifyitems(config, items):
     elif part is not None:
         index, count = part
         _keep(
-            config, items, lambda item: kind_of(item) is not None and zlib.crc32(item.nodeid.encode()) % count == index
+            config, items, lambda item: kind_of(item) is not None and zlib.crc32(_unit(item).encode()) % count == index
         )
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
-    first = sorted((item for item in items if kind_of(item)), key=lambda item: list(FULL_TIER).index(kind_of(item)))
-    then = [item for item in items if not kind_of(item)]
-    share = -(-len(then) // processes)
+    order = [*FULL_TIER, None]
+    units: dict[str, list[Any]] = {}
+    for item in sorted(items, key=lambda item: order.index(kind_of(item))):
+        units.setdefault(_unit(item) if kind_of(item) else "quick", []).append(item)
+    quick = units.pop("quick", [])
+    share = -(-len(quick) // processes)
     items[:] = [
         item
         for process in range(processes)
-        for item in first[process::processes] + then[process * share : (process + 1) * share]
+        for item in [*itertools.chain(*[*units.values()][process::processes])] + quick[process * share :][:share]
     ]
+
+
+def _unit(item):
+    """Return what goes to one process: tests that share a cluster or an environment stay together, slow ones do not."""
+    return item.nodeid if kind_of(item) == "slow" else item.nodeid.partition("::")[0]
 
 
 def _keep(config, items, is_kept):
