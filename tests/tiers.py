@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [
         item
         for process in range(processes)
-        for item in [*itertools.chain(*[*units.values()][process::processes])] + quick[process * share :][:share]
+        for item in itertools.chain(*[*units.values()][process::processes], quick[process * share :][:share])
     ]
 
 
