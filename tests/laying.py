@@ -34,7 +34,8 @@ def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy
     strategy.parallel_devices = [torch.device("cpu")] * size
     strategy.cluster_environment = LightningEnvironment() if size == 1 else TorchElasticEnvironment()
     model = retrofit(fresh_model(config, 300, seed), config.compression).train()
-    module: Any = SimpleNamespace(model=model)
+    plan = Plan(config.training, config.target_ratio, config.compression)
+    module: Any = SimpleNamespace(model=model, plan=plan)
     strategy.connect(module)
     if size > 1:
         if not dist.is_initialized():

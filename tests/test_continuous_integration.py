@@ -10,6 +10,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = '#!/bin/bash\necho "$(basename "$0") $*" >>calls\n'
 SET_UP = """\
+TEST_EXTRAS=dev
 setup_environment() {
     mkdir -p .venv/bin
     for tool in ruff mypy lint-imports; do cp scripts/test.sh .venv/bin/$tool; done
