@@ -111,6 +111,17 @@ def test_youngest_gives_way_and_comes_back_with_what_it_has_generated():
     assert old.num_preemptions == 0
 
 
+def test_who_gave_way_comes_back_before_those_who_came_later():
+    scheduler = make(num_blocks=4)
+    old, young = submit(scheduler, 16, 15)
+    feed(scheduler, scheduler.next_chunks())
+    (late,) = submit(scheduler, 15)
+    feed(scheduler, scheduler.next_chunks())
+    assert young.num_preemptions == 1 and [*scheduler.waiting] == [young, late]
+    scheduler.finish(old)
+    assert scheduler.next_chunks()[0].sequence is young
+
+
 def test_an_interrupted_step_leaves_no_block_in_use():
     scheduler = make(rows=3)
     sequences = submit(scheduler, 20, 30, 40, 50)
