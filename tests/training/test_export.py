@@ -2,12 +2,16 @@ import json
 
 import pytest
 import torch
+from launching import logged_losses
 from transformers import AutoTokenizer, GenerationConfig
 
 import dmc.training.export
 from dmc import load_model
+from dmc.config import build_config
+from dmc.training.config import RunConfig
 from dmc.training.export import export
 from dmc.training.model_folder import ModelCard, check_push, push
+from dmc.training.run import train
 
 CARD = ModelCard("tiny", "base", "made-up text", {"loss": 1.25})
 
@@ -109,3 +113,14 @@ def test_an_upload_that_cannot_succeed_is_refused_without_asking_the_hub(hub, mo
     monkeypatch.setattr("dmc.training.model_folder.get_token", lambda: None)
     with pytest.raises(ValueError, match="push_to_hub=me/tiny: no Hugging Face token was found: log in with `hf auth"):
         check_push("me/tiny")
+
+
+def test_training_goes_on_after_a_snapshot_as_without_one(run_values, tmp_path):
+    run_values["training"] |= {"stages": {"retrofit": {"length": "6 steps"}}, "learning_rate": 3e-2}
+    losses = []
+    for ratios in ([], [2.0]):
+        run_values["training"]["snapshot_ratios"] = ratios
+        run_values["output_dir"] = str(tmp_path / f"snapshots{len(ratios)}")
+        losses.append(logged_losses(train(build_config(RunConfig, run_values)).folder))
+    assert (tmp_path / "snapshots1" / "snapshots" / "cr2" / "config.json").is_file()
+    assert losses[0] == losses[1]
