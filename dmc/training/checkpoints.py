@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from typing_extensions import override
 from dmc.models.adapter import OF_ADAPTERS
 from dmc.models.build import assemble
 from dmc.models.weights import BASE_KEYS, named_base, open_weights, without_base
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE, Ranks, first_line
 
 FOLDER_NAME = "checkpoints"
 """Of a run's last checkpoints, in its output folder."""
@@ -69,7 +69,6 @@ CLASSES_OF_METADATA = {
     "pathlib._local": ("PosixPath",),
 }
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class CheckpointSaver:
                 beside.mkdir(parents=True)
 
         with as_write_error(target, "the checkpoint before it"):
-            on_every_rank(make_room, ranks)
+            ranks.run_on_all(make_room, OSError)
             writing = write(beside)  # from here on it communicates by itself
         self._pending = self._thread.submit(self._finish, writing, target, beside, header, ranks)
 
@@ -142,14 +141,18 @@ class CheckpointSaver:
             pending.result()
 
     def _finish(self, writing: Future, target: Path, beside: Path, header: Header, ranks: Ranks) -> None:
+        def written() -> None:
+            if error := writing.exception():
+                raise OSError(reason_of(error)) from error
+
         def complete() -> None:
             if ranks.rank == 0:
                 (beside / HEADER_NAME).write_text(json.dumps(dataclasses.asdict(header)))
                 self._commit(beside, target)
 
         with as_write_error(target, "the checkpoint before it"):
-            on_every_rank(lambda: writing.exception() and writing.result(), ranks)
-            on_every_rank(complete, ranks)
+            ranks.run_on_all(written, OSError)
+            ranks.run_on_all(complete, OSError)
         if target.parent.name != MILESTONES_NAME:
             self.last = target
 
@@ -360,29 +363,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it would run {module}.{name}")
 
 
-def on_every_rank(act: Callable[[], Result], ranks: Ranks) -> list[Result]:
-    """Act on all ranks together, and return the results of all.
-
-    Raises:
-        OSError: one of them failed; on all ranks, for the others would wait for it.
-    """
-    result, problem, cause = None, None, None
-    try:
-        result = act()
-    except Exception as error:
-        cause, problem = error, reason_of(error)
-    results: Any = ranks.all_gather_object((result, problem))
-    problem = next((problem for _, problem in results if problem is not None), None)
-    if problem is not None:
-        raise OSError(problem) from cause
-    return [result for result, _ in results]
-
-
 def reason_of(error: BaseException) -> str:
     """Say in one line what went wrong, on the first rank where torch collects it from all."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return str(error).split("\n")[0] or type(error).__name__
+    return first_line(error)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weight
 from dmc.ranks import Ranks
 from dmc.training.after_step import AfterStep
 from dmc.training.calibrate import calibrate_offset
-from dmc.training.checkpoints import as_write_error, load_last_model, on_every_rank
+from dmc.training.checkpoints import as_write_error, load_last_model
 from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
 from dmc.training.model_folder import ModelCard, check_push, describe, push, write_generation_config
@@ -371,8 +371,8 @@ def export_parts(
     writers = strategy.writers
     with ExitStack() as stack:  # rank 0's alone holds the folder
 
-        def begin() -> list[Path]:
-            return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite, marker=CONFIG_NAME))]
+        def begin() -> Path | None:
+            return None if writers.rank else stack.enter_context(replacement(folder, overwrite, marker=CONFIG_NAME))
 
         def complete(partial: Path) -> None:
             if writers.rank == 0:
@@ -380,10 +380,10 @@ def export_parts(
                 describe(partial, tokenizer, card, getattr(model.config, "compression", None))
 
         with as_write_error(folder, "what it held"):
-            ((partial,), *_) = on_every_rank(begin, writers)
+            partial = writers.all_gather_object(writers.run_on_all(begin, OSError))[0]
             write_parts(strategy, model, partial, dtype, tokenizer, base)
-            on_every_rank(lambda: complete(partial), writers)
-        on_every_rank(stack.close, writers)
+            writers.run_on_all(lambda: complete(partial), OSError)
+        writers.run_on_all(stack.close, OSError)
 
 
 def write_parts(
@@ -444,7 +444,7 @@ def write_parts(
         write_generation_config(folder, model.generation_config, tokenizer)
 
     distributed_checkpoint.save(weights, storage_writer=writer, **options)
-    on_every_rank(complete, strategy.writers)
+    strategy.writers.run_on_all(complete, OSError)
     distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
     differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
     if differing := [name for names in strategy.writers.all_gather_object(differing) for name in names]:

@@ -28,7 +28,6 @@ from dmc.training.checkpoints import (
     CheckpointSaver,
     Header,
     as_damage,
-    on_every_rank,
     read_state,
     weights_of,
 )
@@ -135,7 +134,7 @@ class Parallelism:
                 if self.writers.rank == 0:
                     torch.save(checkpoint, folder / TRAINER_STATE)
 
-            on_every_rank(write_state, self.writers)
+            self.writers.run_on_all(write_state, OSError)
             writer = distributed_checkpoint.FileSystemWriter(folder)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
             writing = distributed_checkpoint.async_save(self.tensors(), **options)
