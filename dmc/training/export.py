@@ -35,18 +35,26 @@ from transformers.utils import CONFIG_NAME
 from dmc.budget import check_ratio
 from dmc.compression import GateMode
 from dmc.config import build_config
-from dmc.files import refuse_occupied, replacement
+from dmc.files import read_mapping, refuse_occupied, replacement
 from dmc.models import CompressedCausalLM, load_model
 from dmc.models.adapter_folder import Base, of_gates, save_gates
 from dmc.models.build import twin
-from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weights
+from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weights, is_adapter
 from dmc.ranks import ALONE, Ranks
 from dmc.training.after_step import AfterStep
 from dmc.training.calibrate import calibrate_offset
 from dmc.training.checkpoints import as_write_error, load_last_model
 from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
-from dmc.training.model_folder import ModelCard, check_push, describe, push, write_generation_config
+from dmc.training.model_folder import (
+    METRICS_NAME,
+    ModelCard,
+    check_push,
+    describe,
+    is_final,
+    push,
+    write_generation_config,
+)
 from dmc.training.record import read_foreign_config
 from dmc.training.run_base import base_of
 from dmc.training.stages import Plan
@@ -90,7 +98,8 @@ def export_checkpoint(
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
         push_to_hub: name on the hub to upload the folder to; None: nothing is uploaded, whatever the run says.
-        merge: write the base's weights too where gates alone were learned.
+        merge: write the base's weights too where gates alone were learned; those of a finished run as it calibrated
+            them, unless something here says otherwise.
     Raises:
         FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
@@ -105,12 +114,17 @@ def export_checkpoint(
     changes = {**overrides, "push_to_hub": push_to_hub}
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
+    as_run = target_ratio is None and not overrides and not use_previous_checkpoint
     target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
-    model, step = _load_learned(run_folder, config, use_previous_checkpoint)
     tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config), merge=merge)
-    model.to(choose_device(model) if device is None else device)
-    exporter.write(model, output, target_ratio, overwrite, step=step)
+    final = run_folder / FINAL_NAME
+    if merge and as_run and is_adapter(final) and is_final(final):
+        exporter.merge(final, output, overwrite)
+    else:
+        model, step = _load_learned(run_folder, config, use_previous_checkpoint)
+        model.to(choose_device(model) if device is None else device)
+        exporter.write(model, output, target_ratio, overwrite, step=step)
     if push_to_hub is not None:
         logger.info("uploaded to %s", push(output, push_to_hub))
     return output
@@ -235,6 +249,12 @@ class Exporter(AfterStep):
             Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)
         if trained is not None:
             model.compression = trained
+
+    def merge(self, adapter: Path, folder: Path, overwrite: bool) -> None:
+        """Write the whole model of an adapter that the run has exported, with its metrics."""
+        metrics = read_mapping(adapter / METRICS_NAME)["metrics"]
+        card = self._card(f" at CR {self.config.target_ratio:g}", metrics, self.config.training.push_to_hub)
+        export(load_model(adapter), folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
 
     def _calibrate(self, model: Any, target_ratio: float, folder: Path) -> dict[str, Any]:
         """Shift the model's decision offset until its ratio on held-out text meets the target."""
