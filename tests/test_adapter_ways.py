@@ -86,12 +86,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, corpus):
-    """Learn the gates by a run, whose end writes the adapter."""
+    """Learn the gates by a run, which ends with the adapter."""
     root = tmp_path_factory.mktemp("place")
     base, run = root / "models" / "base", root / "outputs" / "run"
     text = " ".join(random.Random(0).choices(WORDS, k=3000))
     tokenizer = train_tokenizer([text] * 3, 340, root / "tokenizer")
-    build_stock(vocab_size=340).save_pretrained(base)
+    build_stock(vocab_size=340).to(torch.bfloat16).save_pretrained(base)  # as real ones are; gates are float32
     tokenizer.save_pretrained(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmc.training.callbacks.validation.draw_heatmap", draw_nothing)
@@ -121,7 +121,7 @@ def load_as_vllm(folder):
     """What vLLM reads, the files of the folder itself, made whole."""
     (file,) = folder.glob("*.safetensors")
     weights = with_base(load_file(file).items(), AutoConfig.from_pretrained(folder), str(folder))
-    return assemble(read_model_config(folder), dict(weights))
+    return assemble(read_model_config(folder), {name: weight.float() for name, weight in weights})
 
 
 LOADERS = {
