@@ -239,13 +239,14 @@ def read_header(folder: Path) -> Header:
         raise FileNotFoundError(f"{folder} does not exist: expected a checkpoint, a folder of a run's checkpoints")
     try:
         header = Header(**json.loads((folder / HEADER_NAME).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        sizes = {str(name): int(size) for name, size in header.files.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
-    if not header.files or any(Path(name).name != name for name in header.files):
+    if not sizes or any(Path(name).name != name for name in sizes):
         raise ValueError(
             f"{folder} is no training checkpoint of this version of dmc ({HEADER_NAME} names no files of it)"
         )
-    for name, expected in header.files.items():
+    for name, expected in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if found < expected:
             raise ValueError(f"{folder} is cut off: {name} has {found} bytes, expected {expected}; {REMEDY}")
@@ -321,8 +322,10 @@ def stored_tensors(folder: Path, prefix: str = "") -> dict[str, TensorStorageMet
     Raises:
         ValueError: the checkpoint is damaged.
     """
-    with as_damage(folder):
+    try:
         found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever reading a foreign file comes to
+        raise ValueError(f"{folder} is damaged ({first_line(error)}); {REMEDY}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
@@ -369,5 +372,5 @@ def as_damage(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointException, SafetensorError, KeyError) as error:
+    except (CheckpointException, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged ({reason_of(error)}); {REMEDY}") from error

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launching import logged_losses
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from dmc.config import build_config
@@ -305,6 +306,16 @@ def name_no_files(folder):
     (folder / "header.json").write_text(json.dumps(header))
 
 
+def name_no_sizes(folder):
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | {"files": [*header["files"]]}))
+
+
+def forget_the_offsets(folder):
+    (file,) = folder.glob("*.safetensors")
+    save_file(load_file(file), file, {"DCP_SHARDING_INFO": "{}", "padding": 9999 * "x"})
+
+
 def test_a_state_with_code_is_refused(saver, tmp_path, capsys):
     folder = save(saver, tmp_path)
     torch.save(Harmful(), folder / "trainer.pt")
@@ -313,7 +324,9 @@ def test_a_state_with_code_is_refused(saver, tmp_path, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spoil", [put_a_pickle, put_torchs_pickle, lead_outside, name_no_files])
+@pytest.mark.parametrize(
+    "spoil", [put_a_pickle, put_torchs_pickle, lead_outside, name_no_files, name_no_sizes, forget_the_offsets]
+)
 def test_a_folder_with_code_or_a_way_out_or_of_another_version_is_refused(saver, tmp_path, spoil, capsys):
     folder = save(saver, tmp_path)
     spoil(folder)
