@@ -74,6 +74,34 @@ def locked(file: Path, timeout: float = 0) -> Iterator[None]:
 
 
 @contextmanager
+def written_whole(path: Path, beside: Path | None = None) -> Iterator[Path]:
+    """Yield a place to write a file or folder to, which gets the name `path` once it is complete; else it goes.
+
+    A file of that name is replaced; a folder that holds files is not, see `replacement`. Processes that write at the
+    same time need a lock, see `locked`, or places of their own.
+
+    Args:
+        path: the name.
+        beside: the place, on the same disk; None: `.NAME.partial` beside the name. What is there already is removed.
+    """
+    partial = path.with_name(f".{path.name}.partial") if beside is None else beside
+    _remove(partial)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def replacement(
     folder: Path, overwrite: bool, inputs: Iterable[Path] = (), marker: str | None = None
 ) -> Iterator[Path]:

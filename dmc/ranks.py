@@ -19,6 +19,12 @@ _FAILURE_SECONDS = 10.0
 """How long the first rank waits for the others to read of its failure: the store may end with its process."""
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 Value = TypeVar("Value", int, Tensor)
+Result = TypeVar("Result")
+
+
+def first_line(error: BaseException) -> str:
+    """Say in one line what went wrong."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
 def is_rank_zero() -> bool:
@@ -125,6 +131,26 @@ class Ranks:
                 time.sleep(_POLL_SECONDS)
             raise
         store.set(name, "")
+
+    def run_on_all(self, function: Callable[[], Result], kind: type[Exception] | None = None) -> Result:
+        """Run a function on every rank and return this one's result; where one fails, all raise an error.
+
+        Args:
+            function: called on each rank.
+            kind: of the error, which says the first line of that of the first rank that failed; None: it is that error.
+        Raises:
+            Exception: a rank failed: the others would wait for it.
+        """
+        results: list[Result] = []
+        failure = None
+        try:
+            results.append(function())
+        except Exception as error:
+            failure = error
+        told = failure if failure is None or kind is None else first_line(failure)
+        if (found := next((found for found in self.all_gather_object(told) if found is not None), None)) is None:
+            return results[0]
+        raise (found if kind is None else kind(found)) from (None if found is failure else failure)
 
     def all_reduce(self, value: Value, op: Literal["sum", "avg", "min", "max"] = "sum") -> Value:
         """Combine the ranks' tensors of one shape, or their integers; sums and averages of tensors have gradients.

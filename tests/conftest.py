@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import CHROMIUM
-from fake_hub import serving
+from fake_hub import on_hub, serving
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import retrofit
@@ -163,9 +163,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(tmp_path, monkeypatch):
+    """Serve a hub, which takes the place of Hugging Face's."""
     with serving() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+        on_hub(hub, tmp_path / "hub", monkeypatch)
         yield hub

@@ -1,9 +1,10 @@
-"""A Hugging Face hub on this machine, as far as uploads of small files need one."""
+"""A Hugging Face hub on this machine, as far as uploads and downloads of small files need one."""
 
 import base64
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,6 +14,13 @@ class FakeHub:
 
     def __init__(self):
         self.files, self.private, self.commits, self.fails, self.url = {}, {}, 0, None, ""
+        self.commit = "1" * 40
+
+    def content(self, path):
+        """Return the file that a path such as /me/gates/resolve/main/config.json names; None: there is none."""
+        if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            return self.files.get(found[1], {}).get(found[2])
+        return None
 
     def answer(self, method, path, body):
         """Return the status and the JSON of a request."""
@@ -44,13 +52,24 @@ class FakeHub:
                     files[operation["value"]["path"]] = base64.b64decode(operation["value"]["content"])
                 elif operation["key"] == "deletedFile":
                     del files[operation["value"]["path"]]
-            return 200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.url}/{name}/commit/{1:040}"}
-        if action == "tree/main":
+            return 200, {
+                "success": True,
+                "commitOid": self.commit,
+                "commitUrl": f"{self.url}/{name}/commit/{self.commit}",
+            }
+        if action.startswith("tree/"):
             return 200, [
                 {"type": "file", "path": path, "size": len(files[path]), "oid": blob(files[path])} for path in files
             ]
         if method == "GET":
-            about = {"id": name, "sha": "1" * 40, "private": self.private[name], "tags": [], "downloads": 0, "likes": 0}
+            about = {
+                "id": name,
+                "sha": self.commit,
+                "private": self.private[name],
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+            }
             return 200, about | {"siblings": [{"rfilename": path} for path in files]}
         return 404, {"error": path}
 
@@ -66,6 +85,21 @@ def serving():
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.do_GET(is_head=True)
+
+        def do_GET(self, is_head=False):
+            if (content := hub.content(self.path.split("?")[0])) is None:
+                return self.do_POST()
+            self.send_response(200)
+            for name, value in (
+                ("Content-Length", len(content)), ("ETag", f'"{blob(content)}"'), ("X-Repo-Commit", hub.commit)
+            ):  # fmt: skip
+                self.send_header(name, str(value))
+            self.end_headers()
+            if not is_head:
+                self.wfile.write(content)
+
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, values = hub.answer(self.command, self.path.split("?")[0], body)
@@ -75,8 +109,6 @@ def serving():
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
-
-        do_GET = do_POST
 
         def log_message(self, *_):
             pass
@@ -90,3 +122,14 @@ def serving():
         finally:
             server.shutdown()
             thread.join()
+
+
+def on_hub(hub, cache, monkeypatch):
+    """Let this process take a hub for Hugging Face's, and keep copies of what it fetches in a folder of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")

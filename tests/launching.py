@@ -245,6 +245,13 @@ def expect_exact_angles(rank):
     _before_each_loss(check)
 
 
+def use_hub_cache(rank, folder, replace=setattr):
+    """Keep copies of what is fetched or imported in a folder of the test."""
+    from huggingface_hub import constants
+
+    replace(constants, "HF_HUB_CACHE", str(folder))
+
+
 def refuse_network(rank, hub, allowed=()):
     """Stand in for the hub, which is reached over a network that refuses all ranks but some.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dmc.files import RECORD_NAME, locked, replacement
+from dmc.files import RECORD_NAME, locked, replacement, written_whole
 
 
 def write_model(folder, text, overwrite=True):
@@ -145,6 +145,26 @@ def test_a_folder_that_cannot_take_its_name_leaves_the_earlier_one(tmp_path, mon
             write_model(tmp_path / "model", "2")
     assert (tmp_path / "model" / "weights").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("beside", [None, "own"])
+def test_a_file_or_folder_gets_its_name_once_it_is_whole(beside, tmp_path):
+    place = None if beside is None else tmp_path / beside
+    (tmp_path / "notes").write_text("1")
+    (tmp_path / (beside or ".notes.partial")).write_text("what a kill has left")
+    with pytest.raises(UnicodeEncodeError), written_whole(tmp_path / "notes", place) as partial:
+        partial.write_text("2\ud800", encoding="utf-8")
+    assert files_in(tmp_path) == {"notes": b"1"}
+    with written_whole(tmp_path / "notes", place) as partial:
+        partial.write_text("2")
+        assert (tmp_path / "notes").read_text() == "1"
+    with written_whole(tmp_path / "folder", place) as partial:
+        partial.mkdir()
+        (partial / "weights").write_text("3")
+    assert files_in(tmp_path) == {"notes": b"2", "folder/weights": b"3"}
+    with pytest.raises(OSError, match="not empty"), written_whole(tmp_path / "folder", place) as partial:
+        partial.mkdir()
+    assert files_in(tmp_path) == {"notes": b"2", "folder/weights": b"3"} and len([*tmp_path.iterdir()]) == 2
 
 
 def replace_and_die(folder, number):

@@ -70,6 +70,39 @@ def test_what_fails_on_the_first_rank_ends_all_with_an_error_of_its_kind(error, 
     assert sorted(act_and_wait(fail)) == expected
 
 
+class Pair(Ranks):
+    """A rank whose twin has gathered something before."""
+
+    told = None
+
+    def all_gather_object(self, value):
+        return [value, self.told]
+
+
+def test_every_rank_has_its_own_result():
+    assert Pair(0, 2).run_on_all(lambda: 7) == Pair(0, 2).run_on_all(lambda: 7, OSError) == 7
+
+
+@pytest.mark.parametrize(("kind", "told"), [(None, KeyError("no space")), (OSError, "no space")])
+def test_what_fails_on_another_rank_fails_here(kind, told):
+    ranks = Pair(0, 2)
+    object.__setattr__(ranks, "told", told)
+    with pytest.raises(kind or KeyError, match="no space"):
+        ranks.run_on_all(lambda: 7, kind)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(None, "first\nsecond"), (OSError, "first")])
+def test_the_first_rank_that_fails_is_the_one_that_all_tell_of(kind, message):
+    def fail():
+        raise ValueError("first\nsecond")
+
+    for ranks in (Pair(0, 2), Ranks()):
+        with pytest.raises(kind or ValueError) as caught:
+            ranks.run_on_all(fail, kind)
+        assert str(caught.value) == message
+        assert kind is None or isinstance(caught.value.__cause__, ValueError)
+
+
 def test_a_process_alone_acts():
     with pytest.raises(ZeroDivisionError):
         Ranks.world().run_on_first("export", lambda: print(1 // 0))

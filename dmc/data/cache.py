@@ -31,7 +31,7 @@ from dmc.data.order import Blend
 from dmc.data.packing import PackedTokens, TokenArrays, TokenTable
 from dmc.data.sources import Document, DocumentSource
 from dmc.data.tokenizer import Framing, framing_of, tokenizer_digest
-from dmc.files import locked
+from dmc.files import locked, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,8 @@ class _Cache:
                 desc=f"Tokenizing {self.source.label}",
             )
             self._check_refused(tokens)
-            shutil.rmtree(beside / "finished", ignore_errors=True)
-            tokens.save_to_disk(str(beside / "finished"))
-        os.replace(beside / "finished", self.folder)
+            with written_whole(self.folder, beside / "finished") as finished:
+                tokens.save_to_disk(str(finished))
         del tokens  # it maps the files that go now
         shutil.rmtree(beside, ignore_errors=True)
         table = TokenTable(partial(_open_folder, self.folder))

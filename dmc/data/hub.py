@@ -5,7 +5,6 @@ What is in the cache stays as it is, so that nothing needs a network once a run 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 
-from dmc.files import locked
+from dmc.files import locked, written_whole
 from dmc.ranks import is_first_of_node
 
 _MOST_SECONDS = 1800  # that other processes wait: as long as for the first collective
@@ -45,9 +44,8 @@ def once(file: Path, make: Callable[[], str], holds: Callable[[str], bool] = lam
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.with_name(f".{file.name}.lock"), timeout=-1):  # machines may share the folder
             if not is_made():
-                partial = file.with_name(f".{file.name}")
-                partial.write_text(make())
-                os.replace(partial, file)
+                with written_whole(file) as partial:
+                    partial.write_text(make())
     return file.read_text()
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from dmc.files import written_whole
+
 SOURCE = Path(__file__).with_name("cpu.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = tuple(SOURCE.read_text().split("// flags: ", 1)[1].splitlines()[0].split())
@@ -65,13 +67,14 @@ def _compile() -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
+    with (  # a concurrent build finds either nothing or the whole file
+        tempfile.TemporaryDirectory(dir=target.parent) as folder,
+        written_whole(target, Path(folder) / target.name) as built,
+    ):
         command = [*compiler, *FLAGS, "-march=native", str(SOURCE), "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)} failed: {result.stderr.strip()[-500:]}")
-        built.replace(target)  # atomic: a concurrent build finds either nothing or the whole file
     return target
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dmc.config.settings import Count, build_config, checked_dataclass
+from dmc.files import written_whole
 
 READ_BLOCK = 32
 """Number of tokens that a cell reads at once."""
@@ -130,12 +131,8 @@ class DelayedScorer(nn.Module):
 
     def save(self, file: Path) -> None:
         """Write weights and shape as safetensors, all of it or nothing."""
-        partial = file.with_name(f".{file.name}.partial")
-        try:
+        with written_whole(file) as partial:
             save_file(dict(self.state_dict()), partial, {"scorer": json.dumps(dataclasses.asdict(self.config))})
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, file: Path) -> DelayedScorer:

@@ -24,7 +24,7 @@ from dmc.config.settings import Count, NonNegative, checked_dataclass
 from dmc.kernels.base import LayerCache, NewTokens, VisibleKeys
 from dmc.kernels.batch import ForwardBatch, on_device
 from dmc.kernels.layout import CacheLayout, Field
-from dmc.kernels.pages import gather_pages, places, small_pages
+from dmc.kernels.pages import places, small_pages
 from dmc.kernels.probabilities import attention_probabilities
 from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 from dmc.policies.placement import Choice, DevicePlacement, HostPlacement, PromptPart
@@ -43,8 +43,9 @@ class OmniKV(ReadingPolicy):
     ones. A filter layer chooses as many prompt tokens as the budget by the attention of its last queries, softmax over
     the prompt alone, maximum over all query heads, summed over the queries.
 
-    Differs from the authors' code: attention is normalized for the "last" selector too, unless `raw_scores`; queries of
-    a window keep their own positions, and prompt tokens in the window are candidates like others.
+    Differs from the authors' code: attention is normalized for the "last" selector too; each generated token has a
+    choice of its own; queries of a window keep their own positions, and prompt tokens in the window are candidates
+    like others.
     """
 
     budget: Budget | None = None  # type: ignore[assignment]
@@ -57,10 +58,6 @@ class OmniKV(ReadingPolicy):
     """Queries that choose: the newest, or the last `window` with weights that are equal or halve with distance."""
     window: Count = 16
     """Number of queries of the uniform and the exponential selector."""
-    raw_scores: bool = False
-    """Whether the last query's attention is left unnormalized, as in the authors' code."""
-    lazy_reload: Annotated[StrictFloat, pydantic.Field(ge=0, lt=1)] | None = None
-    """Keep the old choice if more than this share of the new one is in it (0.4 in the authors' code); None: never."""
     offload: bool = False
     """Whether prompt entries of sparse layers are offloaded to the host's memory."""
     prefill: Prefill = "full"
@@ -79,8 +76,6 @@ class OmniKV(ReadingPolicy):
                 f"filter_layers={layers}: expected ascending layers, at least one and no two adjacent (the layer after "
                 "a filter layer reads everything), such as (2, 8, 18)"
             )
-        if self.raw_scores and self.selector != "last":
-            raise ValueError(f"raw_scores=True needs selector='last', not {self.selector!r}")
 
     @property
     @override
@@ -111,14 +106,12 @@ class OmniKV(ReadingPolicy):
         return fitted
 
     def fields(self, layout: CacheLayout) -> tuple[Field, ...]:
-        """The choosing queries, if there are several, and the last choice, if it may be kept."""
-        num_filters, kept = len(self.sparse_layers(layout.num_layers)), []
-        if self.num_queries > 1:
-            shape = (self.num_queries, layout.num_query_heads, layout.head_dim)
-            kept += [Field("queries", layout.dtype, "row", shape, num_layers=num_filters)]
-        if self.lazy_reload is not None:
-            kept += [Field("chosen", torch.int32, "row", (0,), start=-1, num_layers=num_filters)]
-        return tuple(kept)
+        """The choosing queries, if there are several."""
+        if self.num_queries == 1:
+            return ()
+        shape = (self.num_queries, layout.num_query_heads, layout.head_dim)
+        num_filters = len(self.sparse_layers(layout.num_layers))
+        return (Field("queries", layout.dtype, "row", shape, num_layers=num_filters),)
 
     @override
     def offloaded(self, num_layers: int) -> dict[int, list[int]]:
@@ -240,8 +233,6 @@ class OmniKVAttention(CacheAttention):
             self._remember(layer_index, batch, query)
             if not batch.is_prompt:
                 return self._choose(layer_index, batch, query, scaling)
-            if "chosen" in self.cache.fields:
-                self.cache.fields["chosen"][self._filter[layer_index], batch.row_index] = -1
             if self._prefill is not None:
                 self._prefill.choose(self.cache.layer(layer_index), batch, query, scaling)
         return self.attend_to_all(layer_index, batch, query, seen, scaling)
@@ -272,8 +263,6 @@ class OmniKVAttention(CacheAttention):
         counts = [self.policy.num_chosen(end) for end in batch.prompt_ends]
         num_chosen = on_device(torch.tensor(counts), prompt.device)
         choice = Choice(top_positions(scores, num_chosen, max(counts)), num_chosen, counts)
-        if self.policy.lazy_reload is not None:
-            self._prefer_last_choice(layer_index, batch, choice, self.policy.lazy_reload)
         self._placement.prepare(layer_index, self._runs[layer_index], batch, choice)
         self._choice = choice
         return attended
@@ -284,7 +273,7 @@ class OmniKVAttention(CacheAttention):
         """Attend to everything, [S, H_q, D], and score the tokens of the prompts, [S, N]."""
         layer, rows = self.cache.layer(layer_index), batch.row_index
         longest, most_seen = max(batch.prompt_ends), max(batch.ends)
-        is_last = self.policy.selector == "last" and not self.policy.raw_scores
+        is_last = self.policy.selector == "last"
         wanted: dict[str, Any] = {"return_scores": is_last, "num_scores": self.whole_pages(most_seen)}
         answer = self.attend_once(layer_index, batch, query, scaling, **wanted)
         if is_last:  # softmax over everything, normalized again, is softmax over the prompt
@@ -293,12 +282,6 @@ class OmniKVAttention(CacheAttention):
             attention = attention * is_prompt[:, None]
             total = attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
             return attended, (attention / total).amax(1)
-        if self.policy.raw_scores:
-            key = gather_pages(layer.key_pages, layer.block_tables[rows], longest).float()
-            scores = (
-                query.float().reshape(len(rows), key.shape[1], -1, query.shape[-1]) @ key.transpose(-1, -2) * scaling
-            )
-            return answer, scores.amax((1, 2))
         queries, positions = self._queries(layer_index, batch)
         slots = (positions + 1).clamp_min(1).minimum(prompt[:, None])[:, None].expand(-1, layer.lengths.shape[1], -1)
         weights = selector_weights(positions[:, -1:] - positions, self.policy.selector) * (positions >= 0)
@@ -324,20 +307,6 @@ class OmniKVAttention(CacheAttention):
         positions = batch.tokens_seen[:, None] + torch.arange(-window, 0, device=batch.row_index.device)
         queries = self.cache.fields["queries"][self._filter[layer_index]]
         return queries[batch.row_index[:, None], positions % window].transpose(1, 2), positions
-
-    def _prefer_last_choice(self, layer_index: int, batch: ForwardBatch, choice: Choice, threshold: float) -> None:
-        """Keep the last choice of sequences where it contains more than a share of the new one."""
-        width = choice.positions.shape[1]
-        exists = torch.arange(width, device=batch.row_index.device) < choice.counts[:, None]
-        every = self.cache.fields.widen("chosen", width)[self._filter[layer_index]]
-        last = every[batch.row_index, :width].long()
-        longest = max(batch.prompt_ends)
-        was_chosen = torch.zeros(len(last), longest + 1, dtype=torch.bool, device=last.device)
-        was_chosen.scatter_(1, last.where(last >= 0, longest), True)
-        common = (was_chosen.gather(1, choice.positions) & exists).sum(-1)
-        choice.is_new = common <= threshold * choice.counts
-        choice.positions = choice.positions.where(choice.is_new[:, None], last.clamp_min(0))
-        every[batch.row_index, :width] = choice.positions.where(exists, -1).to(every.dtype)
 
 
 class SparsePrefill:

@@ -33,8 +33,6 @@ class Choice:
     """Number of chosen tokens, int64 [S]."""
     counts_on_host: list[int]
     """The same."""
-    is_new: Tensor | None = None
-    """Whether the choice differs from the last one, bool [S]; None: unknown."""
     reads: tuple[Tensor, Tensor] | None = None
     """The chosen and all generated tokens, int64 [S, K], and their number, int32 [S, 1]; set by the first reader."""
 
@@ -145,18 +143,14 @@ class HostPlacement:
         return parts
 
     def prepare(self, run: int, layers: list[int], batch: ForwardBatch, choice: Choice) -> None:
-        """Start copying newly chosen tokens to the device, for all layers of a run."""
-        self._loads.pop(layers[0], None)  # an interrupted pass may have left one
-        positions = choice.positions.cpu()
-        is_new = [True] * len(positions) if choice.is_new is None else choice.is_new.tolist()
-        chosen = {i: positions[i, : choice.counts_on_host[i]] for i, new in enumerate(is_new) if new}
-        if chosen:
-            counts = torch.tensor([len(tokens) for tokens in chosen.values()])
-            self._loads[layers[0]] = Load(
-                self.cache.slow.fetch(run, [batch.rows[i] for i in chosen], list(chosen.values())),
-                torch.tensor(list(chosen)).repeat_interleave(counts).to(batch.device),
-                torch.cat([torch.arange(count) for count in counts.tolist()]).to(batch.device),
-            )
+        """Start copying the chosen tokens to the device, for all layers of a run."""
+        positions, counts = choice.positions.cpu(), choice.counts_on_host
+        chosen = [chosen[:count] for chosen, count in zip(positions, counts, strict=True)]
+        self._loads[layers[0]] = Load(
+            self.cache.slow.fetch(run, batch.rows, chosen),
+            torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(batch.device),
+            torch.cat([torch.arange(count) for count in counts]).to(batch.device),
+        )
 
     def read(
         self, layer_index: int, batch: ForwardBatch, query: Tensor, tokens: NewTokens, choice: Choice, scaling: float

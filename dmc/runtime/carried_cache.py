@@ -11,10 +11,10 @@ import hashlib
 import importlib.metadata
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import StrictInt
@@ -46,7 +46,6 @@ ELEMENTS = 1024
 """Parts of each weight whose bits are summed for the fingerprint, if it has as many; an element of each enters too."""
 CHUNK = 2**24
 """Bytes of a file that are hashed together."""
-Result = TypeVar("Result")
 
 
 @checked_dataclass(frozen=True)
@@ -85,7 +84,7 @@ def save(core: EngineCore, policy: CachePolicy | None, sequence: Sequence, folde
             )
             (partial / DESCRIPTION_NAME).write_text(json.dumps(dataclasses.asdict(description), indent=1) + "\n")
 
-    _on_all_ranks(write, ranks)
+    ranks.run_on_all(write)
 
 
 def check_can_save(folder: Path, overwrite: bool, ranks: Ranks, policy: CachePolicy | None) -> None:
@@ -105,7 +104,7 @@ def load(core: EngineCore, policy: CachePolicy | None, folder: Path) -> Sequence
     """Read a sequence that `save` has written, and let it rest; see `Engine.load`."""
     core.settle()
     cache, ranks = core.cache, core.cache.layout.ranks
-    save_id, tensors = _on_all_ranks(lambda: _read(_place(folder, ranks), core, policy), ranks)
+    save_id, tensors = ranks.run_on_all(lambda: _read(_place(folder, ranks), core, policy))
     if len(set(ranks.all_gather_object(save_id))) > 1:
         raise ValueError(f"{folder} is damaged: its ranks were not saved together; save the session again")
     lengths = tensors["row.lengths"]
@@ -263,20 +262,6 @@ def _check_around(folder: Path, ranks: Ranks) -> None:
     there = sorted(path.name for path in folder.iterdir()) if ranks.size > 1 and folder.is_dir() else []
     if others := [name for name in there if not name.lstrip(".").startswith("rank-")]:
         raise FileExistsError(f"{folder} holds {others[0]}, which is no rank's cache: give another folder")
-
-
-def _on_all_ranks(act: Callable[[], Result], ranks: Ranks) -> Result:
-    """Do something on each rank; where one fails all raise its error."""
-    results: list[Result] = []
-    failure = None
-    try:
-        results.append(act())
-    except Exception as error:
-        failure = error
-    for of_rank in ranks.all_gather_object(failure):
-        if of_rank is not None:
-            raise of_rank
-    return results[0]
 
 
 def _kept(cache: PagedCache, per: str) -> list[str]:

@@ -1,10 +1,10 @@
 """Checkpoints of a run: folders that all ranks write together, in the background, and any number of ranks reads.
 
-A folder holds what torch.distributed.checkpoint writes, every weight once under the model's own name (where gates alone
-are learned, theirs and no others) and the states of the optimizer by weight; `trainer.pt`, Lightning's state; and
-`header.json`. It is written beside its place and gets its name by one rename. The checkpoint before the last one is
-removed after that: at every moment there is a complete one. A checkpoint may come from a stranger: its files may name
-only the classes that torch writes, no code, and no path outside the folder.
+A folder holds the safetensors files that torch.distributed.checkpoint writes, of each rank its own: every weight once
+under the model's own name (where gates alone are learned, theirs and no others) and the states of the optimizer by
+weight; `trainer.pt`, Lightning's state; and `header.json`. It is written beside its place and gets its name by one
+rename. The checkpoint before the last one is removed after that: at every moment there is a complete one. A checkpoint
+may come from a stranger: no file of it can hold code that is run.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, GenerationConfig
-from typing_extensions import override
 
 from dmc.models.adapter import OF_ADAPTERS
 from dmc.models.build import assemble
 from dmc.models.weights import BASE_KEYS, named_base, open_weights, without_base
-from dmc.ranks import ALONE, Ranks
+from dmc.ranks import ALONE, Ranks, first_line
 
 FOLDER_NAME = "checkpoints"
 """Of a run's last checkpoints, in its output folder."""
@@ -53,23 +53,10 @@ WEIGHTS, OPTIMIZER = "model.", "optimizer."
 HEADER_NAME = "header.json"
 TRAINER_STATE = "trainer.pt"
 """File of a checkpoint's other state: counters, callbacks, the position in the text."""
-METADATA = ".metadata"
-"""File in which torch says where each tensor lies."""
+FILE_BYTES = 2**30
+"""Size of a file at which a rank begins another one: torch holds a copy of each while it is written."""
 REMEDY = "put back a copy, or remove this folder to go on from the checkpoint before it"
-CLASSES_OF_METADATA = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-}
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -80,6 +67,8 @@ class Header:
     model_config: dict[str, Any]
     generation_config: dict[str, Any] = field(default_factory=dict)
     """The model's generation settings, as they differ from transformers' own."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Names of the files that hold tensors, and their bytes."""
 
     @property
     def holds_gates_alone(self) -> bool:
@@ -131,7 +120,7 @@ class CheckpointSaver:
                 beside.mkdir(parents=True)
 
         with as_write_error(target, "the checkpoint before it"):
-            on_every_rank(make_room, ranks)
+            ranks.run_on_all(make_room, OSError)
             writing = write(beside)  # from here on it communicates by itself
         self._pending = self._thread.submit(self._finish, writing, target, beside, header, ranks)
 
@@ -142,14 +131,20 @@ class CheckpointSaver:
             pending.result()
 
     def _finish(self, writing: Future, target: Path, beside: Path, header: Header, ranks: Ranks) -> None:
-        def complete() -> None:
+        def written() -> dict[str, int]:
+            if error := writing.exception():
+                raise OSError(reason_of(error)) from error
+            return {path.name: path.stat().st_size for path in beside.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors")}
+
+        def complete(files: list[dict[str, int]]) -> None:
             if ranks.rank == 0:
-                (beside / HEADER_NAME).write_text(json.dumps(dataclasses.asdict(header)))
+                found = dataclasses.replace(header, files={name: size for part in files for name, size in part.items()})
+                (beside / HEADER_NAME).write_text(json.dumps(dataclasses.asdict(found)))
                 self._commit(beside, target)
 
         with as_write_error(target, "the checkpoint before it"):
-            on_every_rank(lambda: writing.exception() and writing.result(), ranks)
-            on_every_rank(complete, ranks)
+            files = ranks.all_gather_object(ranks.run_on_all(written, OSError))  # nodes see others' files later
+            ranks.run_on_all(lambda: complete(files), OSError)
         if target.parent.name != MILESTONES_NAME:
             self.last = target
 
@@ -234,22 +229,23 @@ def load_checkpoint_model(folder: Path) -> Any:
 
 
 def read_header(folder: Path) -> Header:
-    """Read a checkpoint's header, and check that its files are complete and contain no code.
+    """Read a checkpoint's header, and check that its files are complete.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is no checkpoint, holds code, or a file is missing or cut off.
+        ValueError: it is no checkpoint, or one of another version, or a file is missing or cut off.
     """
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: expected a checkpoint, a folder of a run's checkpoints")
     try:
         header = Header(**json.loads((folder / HEADER_NAME).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        sizes = {str(name): int(size) for name, size in header.files.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is no training checkpoint ({HEADER_NAME}: {type(error).__name__})") from error
-    metadata = _read_metadata(folder)
-    sizes: dict[str, int] = defaultdict(int)
-    for stored in metadata.storage_data.values():
-        sizes[stored.relative_path] = max(sizes[stored.relative_path], stored.offset + stored.length)
+    if not sizes or any(Path(name).name != name for name in sizes):
+        raise ValueError(
+            f"{folder} is no training checkpoint of this version of dmc ({HEADER_NAME} names no files of it)"
+        )
     for name, expected in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if found < expected:
@@ -304,7 +300,7 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
         prefix + name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in stored.items()
     }
     with as_damage(folder):
-        checkpoint.load(tensors, checkpoint_id=folder, no_dist=True)
+        checkpoint.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return {name: tensors[prefix + name] for name in stored}
 
 
@@ -324,65 +320,29 @@ def stored_tensors(folder: Path, prefix: str = "") -> dict[str, TensorStorageMet
     """Read which tensors a folder holds, by their names without a prefix that the names must have.
 
     Raises:
-        ValueError: the checkpoint is damaged, or names code, a file outside of the folder, or another value.
+        ValueError: the checkpoint is damaged.
     """
-    found: dict[str, Any] = _read_metadata(folder).state_dict_metadata
+    try:
+        found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever reading a foreign file comes to
+        raise ValueError(f"{folder} is damaged ({first_line(error)}); {REMEDY}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
-def _read_metadata(folder: Path) -> Metadata:
-    """Read where a folder's tensors lie; other values are refused, for torch would unpickle them."""
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
-        for name, value in metadata.state_dict_metadata.items():
-            if not isinstance(value, TensorStorageMetadata):
-                raise TypeError(f"{name} is no tensor")
-        for stored in metadata.storage_data.values():
-            if Path(stored.relative_path).name != stored.relative_path:
-                raise ValueError(f"it names {stored.relative_path}, outside of the folder")
-    except Exception as error:  # whatever unpickling a foreign file comes to
-        raise ValueError(f"{path} is damaged or no training checkpoint ({error})") from error
-    return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of `CLASSES_OF_METADATA` and nothing else."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        known = name in CLASSES_OF_METADATA.get(module, ())
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it would run {module}.{name}")
-
-
-def on_every_rank(act: Callable[[], Result], ranks: Ranks) -> list[Result]:
-    """Act on all ranks together, and return the results of all.
-
-    Raises:
-        OSError: one of them failed; on all ranks, for the others would wait for it.
-    """
-    result, problem, cause = None, None, None
-    try:
-        result = act()
-    except Exception as error:
-        cause, problem = error, reason_of(error)
-    results: Any = ranks.all_gather_object((result, problem))
-    problem = next((problem for _, problem in results if problem is not None), None)
-    if problem is not None:
-        raise OSError(problem) from cause
-    return [result for result, _ in results]
+def storage_writer(folder: Path, tensors: Mapping[str, Any], num_ranks: int) -> HuggingFaceStorageWriter:
+    """Return what writes each rank's parts of some tensors as safetensors files of about `FILE_BYTES`."""
+    numbers, held = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + held // (FILE_BYTES * num_ranks)
+        held += tensor.numel() * tensor.element_size()
+    return HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True)
 
 
 def reason_of(error: BaseException) -> str:
     """Say in one line what went wrong, on the first rank where torch collects it from all."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return str(error).split("\n")[0] or type(error).__name__
+    return first_line(error)
 
 
 @contextmanager
@@ -405,12 +365,12 @@ def as_write_error(target: Path, kept: str) -> Iterator[None]:
 
 @contextmanager
 def as_damage(folder: Path) -> Iterator[None]:
-    """Say of an error of torch.distributed.checkpoint which folder could not be read, and what to do.
+    """Say of an error of torch.distributed.checkpoint or safetensors which folder could not be read, and what to do.
 
     Raises:
         ValueError: there was one.
     """
     try:
         yield
-    except CheckpointException as error:
+    except (CheckpointException, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged ({reason_of(error)}); {REMEDY}") from error

@@ -1,10 +1,10 @@
 """Export: from a run's checkpoint, or the model that it trains, to a Hugging Face folder.
 
 From top to bottom: `export_checkpoint` loads a checkpoint; `Exporter.write` takes a model, calibrates and measures it,
-and has its folder written beside its place, compared with the model, and renamed. What one process holds is written by
-transformers and compared by its logits (`export`); what ranks hold in parts is written by all of them and compared
-weight by weight (`export_parts`). Then the folder may be uploaded. What lies in it: `model_folder.py`,
-or, where gates alone were learned, `dmc/models/adapter_folder.py`.
+and has its folder written beside its place, compared with the model, and renamed by `export`. What one process holds is
+written by transformers and compared by its logits (`write_whole`); what ranks hold in parts is written by all of them
+and compared weight by weight (`write_parts`). Then the folder may be uploaded. What lies in it: `model_folder.py`, or,
+where gates alone were learned, `dmc/models/adapter_folder.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import functools
 import glob
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,18 +35,26 @@ from transformers.utils import CONFIG_NAME
 from dmc.budget import check_ratio
 from dmc.compression import GateMode
 from dmc.config import build_config
-from dmc.files import refuse_occupied, replacement
+from dmc.files import read_mapping, refuse_occupied, replacement
 from dmc.models import CompressedCausalLM, load_model
 from dmc.models.adapter_folder import Base, of_gates, save_gates
 from dmc.models.build import twin
-from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weights
-from dmc.ranks import Ranks
+from dmc.models.weights import GATES_NAME, INDEX_NAME, SINGLE_NAME, check_weights, is_adapter
+from dmc.ranks import ALONE, Ranks
 from dmc.training.after_step import AfterStep
 from dmc.training.calibrate import calibrate_offset
-from dmc.training.checkpoints import as_write_error, load_last_model, on_every_rank
+from dmc.training.checkpoints import as_write_error, load_last_model
 from dmc.training.config import RunConfig, TrainingConfig
 from dmc.training.measure import TextScore, evaluating, score_text
-from dmc.training.model_folder import ModelCard, check_push, describe, push, write_generation_config
+from dmc.training.model_folder import (
+    METRICS_NAME,
+    ModelCard,
+    check_push,
+    describe,
+    is_final,
+    push,
+    write_generation_config,
+)
 from dmc.training.record import read_foreign_config
 from dmc.training.run_base import base_of
 from dmc.training.stages import Plan
@@ -90,7 +98,8 @@ def export_checkpoint(
         trust_run: let the run's record name code of others as its text.
         device: where the model is calibrated and measured; None: a GPU, if there is one and it has room.
         push_to_hub: name on the hub to upload the folder to; None: nothing is uploaded, whatever the run says.
-        merge: write the base's weights too where gates alone were learned.
+        merge: write the base's weights too where gates alone were learned; those of a finished run as it calibrated
+            them, unless something here says otherwise.
     Raises:
         FileNotFoundError, ValueError: there is no run, its checkpoint is damaged, or a setting is out of range.
         FileExistsError: `output` may not be written or replaced, see `refuse_occupied`.
@@ -105,12 +114,17 @@ def export_checkpoint(
     changes = {**overrides, "push_to_hub": push_to_hub}
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)
+    as_run = target_ratio is None and not overrides and not use_previous_checkpoint
     target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
-    model, step = _load_learned(run_folder, config, use_previous_checkpoint)
     tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config), merge=merge)
-    model.to(choose_device(model) if device is None else device)
-    exporter.write(model, output, target_ratio, overwrite, step=step)
+    final = run_folder / FINAL_NAME
+    if merge and as_run and is_adapter(final) and is_final(final):
+        exporter.merge(final, output, overwrite)
+    else:
+        model, step = _load_learned(run_folder, config, use_previous_checkpoint)
+        model.to(choose_device(model) if device is None else device)
+        exporter.write(model, output, target_ratio, overwrite, step=step)
     if push_to_hub is not None:
         logger.info("uploaded to %s", push(output, push_to_hub))
     return output
@@ -221,18 +235,26 @@ class Exporter(AfterStep):
         metrics |= self._measure(model)
         title = f" at CR {target_ratio:g}" if trained is not None else ""
         card = self._card(title, metrics, None if step is None else self.config.training.push_to_hub)
-        if self.strategy.exports_parts:
-            base = functools.partial(base_of, self.config) if self._writes_gates else None
-            export_parts(self.strategy, model, folder, self.tokenizer, card, overwrite, self.dtype, base)
+        base = functools.partial(base_of, self.config) if self._writes_gates else None
+        strategy = self.strategy if self.strategy.exports_parts else None
+
+        def write() -> None:
+            export(
+                model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite, base=base, strategy=strategy
+            )
+
+        if strategy is not None:
+            write()
         else:
-
-            def write() -> None:
-                base = base_of(self.config) if self._writes_gates else None
-                export(model, folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite, base=base)
-
             Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)
         if trained is not None:
             model.compression = trained
+
+    def merge(self, adapter: Path, folder: Path, overwrite: bool) -> None:
+        """Write the whole model of an adapter that the run has exported, with its metrics."""
+        metrics = read_mapping(adapter / METRICS_NAME)["metrics"]
+        card = self._card(f" at CR {self.config.target_ratio:g}", metrics, self.config.training.push_to_hub)
+        export(load_model(adapter), folder, tokenizer=self.tokenizer, card=card, overwrite=overwrite)
 
     def _calibrate(self, model: Any, target_ratio: float, folder: Path) -> dict[str, Any]:
         """Shift the model's decision offset until its ratio on held-out text meets the target."""
@@ -287,8 +309,8 @@ def export(
     tokenizer: Any,
     card: ModelCard,
     overwrite: bool = False,
-    inputs: Iterable[Path] = (),
-    base: Base | None = None,
+    base: Callable[[], Base] | None = None,
+    strategy: Parallelism | None = None,
 ) -> Path:
     """Write a model as safetensors, configuration, tokenizer and model card; done only once it reads back equal.
 
@@ -298,34 +320,53 @@ def export(
         tokenizer: saved beside the weights; None: none.
         card: the model card.
         overwrite: replace a folder that was exported here; it stays until the new one is complete.
-        inputs: folders that the model was read from, which are never replaced.
-        base: has all weights but the gates', which alone are written; None: all are.
+        base: describes the model that has all weights but the gates', which alone are written: an adapter. None: all
+            weights are.
+        strategy: parallelism of a model of which each rank holds parts: all ranks, which all see the folder, call this.
+            None: this process holds all of it.
     Returns:
         The folder.
     Raises:
         FileExistsError: the folder may not be written or replaced, see `refuse_occupied`; nothing is written.
-        RuntimeError: the folder does not give the logits of the model; nothing is replaced.
+        RuntimeError: the folder holds another model, or another rank is gone; nothing is replaced.
+        OSError: one of several ranks failed, on all of them; nothing is replaced.
     """
-    with replacement(Path(folder), overwrite, inputs, CONFIG_NAME) as partial:
-        if base is None:
-            save(model, partial, tokenizer)
+    folder = Path(folder)
+    writers, kind = (ALONE, None) if strategy is None else (strategy.writers, OSError)
+    with ExitStack() as stack, nullcontext() if strategy is None else as_write_error(folder, "what it held"):
+
+        def begin() -> Path | None:  # rank 0's stack alone holds the folder
+            return None if writers.rank else stack.enter_context(replacement(folder, overwrite, marker=CONFIG_NAME))
+
+        partial: Path = writers.all_gather_object(writers.run_on_all(begin, kind))[0]
+
+        def complete() -> None:
+            if writers.rank == 0:
+                check_weights(partial)
+                describe(partial, tokenizer, card, getattr(model.config, "compression", None))
+
+        if strategy is None:
+            write_whole(model, partial, tokenizer, base)
         else:
-            save_gates(model, partial, base)
-            write_generation_config(partial, model.generation_config, tokenizer)
-        describe(partial, tokenizer, card, getattr(model.config, "compression", None))
-        _compare_logits(model, partial)
-    return Path(folder)
+            write_parts(strategy, model, partial, tokenizer, base)
+        writers.run_on_all(complete, kind)
+        writers.run_on_all(stack.close, kind)
+    return folder
 
 
-def save(model: Any, folder: Path, tokenizer: Any) -> None:
-    """Write a model's weights and configurations, its generation settings whatever they are."""
+def write_whole(model: Any, folder: Path, tokenizer: Any, base: Callable[[], Base] | None = None) -> None:
+    """Write weights and configurations of a model that this process holds, and compare its logits; see `export`."""
     settings = model.generation_config
-    try:
-        model.generation_config = GenerationConfig()
-        model.save_pretrained(folder)
-    finally:
-        model.generation_config = settings
+    if base is not None:
+        save_gates(model, folder, base())
+    else:
+        try:
+            model.generation_config = GenerationConfig()  # its own may be such that transformers refuses to save them
+            model.save_pretrained(folder)
+        finally:
+            model.generation_config = settings
     write_generation_config(folder, settings, tokenizer)
+    _compare_logits(model, folder)
 
 
 def _compare_logits(model: Any, folder: Path) -> None:
@@ -352,49 +393,14 @@ def _compare_logits(model: Any, folder: Path) -> None:
         )
 
 
-def export_parts(
-    strategy: Parallelism,
-    model: Any,
-    folder: Path,
-    tokenizer: Any,
-    card: ModelCard,
-    overwrite: bool,
-    dtype: torch.dtype | None,
-    base: Callable[[], Base] | None = None,
-) -> None:
-    """Write a model of which each rank holds parts, see `export`; called by all ranks, which all see the folder.
-
-    Raises:
-        OSError: a rank failed, on all ranks; nothing is replaced.
-        RuntimeError: another rank is gone, or the folder holds other weights; nothing is replaced.
-    """
-    writers = strategy.writers
-    with ExitStack() as stack:  # rank 0's alone holds the folder
-
-        def begin() -> list[Path]:
-            return [] if writers.rank else [stack.enter_context(replacement(folder, overwrite, marker=CONFIG_NAME))]
-
-        def complete(partial: Path) -> None:
-            if writers.rank == 0:
-                check_weights(partial)
-                describe(partial, tokenizer, card, getattr(model.config, "compression", None))
-
-        with as_write_error(folder, "what it held"):
-            ((partial,), *_) = on_every_rank(begin, writers)
-            write_parts(strategy, model, partial, dtype, tokenizer, base)
-            on_every_rank(lambda: complete(partial), writers)
-        on_every_rank(stack.close, writers)
-
-
 def write_parts(
     strategy: Parallelism,
     model: Any,
     folder: Path,
-    dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     base: Callable[[], Base] | None = None,
 ) -> None:
-    """Write a model as safetensors in transformers' form, each rank its parts, and read them back.
+    """Write a model as safetensors in transformers' form, each rank its parts, and read them back; see `export`.
 
     The first rank joins the parts on disk, one weight at a time, which takes twice the model's space there; each
     holds its parts twice. Called by all ranks.
@@ -403,15 +409,16 @@ def write_parts(
         strategy: parallelism of the weights.
         model: the model.
         folder: exists, and all ranks see it.
-        dtype: of the written weights; None: as they are.
         tokenizer: will be saved beside them; None: none.
-        base: describes the model that has all weights but the gates', which alone are written; None: all are.
+        base: of the gates, which alone are written; None: all weights are.
     Raises:
         CheckpointException, OSError: a rank could not write or read its parts, or the first one join them; on all
             ranks.
         RuntimeError: the folder holds other weights than the model, on all ranks; or another rank is gone.
     """
-    weights = {name: weight if dtype is None else weight.to(dtype) for name, weight in strategy.weights(model).items()}
+    weights, dtype = strategy.weights(model), strategy.run_config.training.export_dtype
+    if dtype is not None:
+        weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     written = next(iter(weights.values())).dtype
     weights = weights if base is None else of_gates(weights)
     group = strategy.writers.group
@@ -444,7 +451,7 @@ def write_parts(
         write_generation_config(folder, model.generation_config, tokenizer)
 
     distributed_checkpoint.save(weights, storage_writer=writer, **options)
-    on_every_rank(complete, strategy.writers)
+    strategy.writers.run_on_all(complete, OSError)
     distributed_checkpoint.load(stored, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
     differing = [name for name, weight in weights.items() if not torch.equal(_local(stored[name]), _local(weight))]
     if differing := [name for names in strategy.writers.all_gather_object(differing) for name in names]:

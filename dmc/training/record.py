@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.config import build_config
-from dmc.files import flattened, read_mapping
+from dmc.files import flattened, read_mapping, written_whole
 from dmc.results.provenance import installed_packages, provenance, slurm_job
 from dmc.training.checkpoints import read_header
 from dmc.training.config import RunConfig
@@ -132,9 +132,8 @@ def record_run(folder: Path, config: RunConfig, text: dict[str, str] | None = No
         content = _recorded(record)
         for section, _, name in (key.partition(".") for key in (*MEASURED, "data.cache_folder")):
             content["config"][section][name] = values[section][name]
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(content | ({} if text is None else {"text": text}), indent=2) + "\n")
-    partial.replace(record)
+    with written_whole(record) as partial:
+        partial.write_text(json.dumps(content | ({} if text is None else {"text": text}), indent=2) + "\n")
 
 
 def _has_saved(folder: Path) -> bool:

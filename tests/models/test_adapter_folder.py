@@ -1,23 +1,16 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dmc import Engine, SamplingParams, load_model, retrofit
-from dmc.commands.generate import GenerateConfig, _load
+from dmc import load_model, retrofit
 from dmc.models import FAMILIES
-from dmc.models.adapter_folder import Base, save_gates, with_base
-from dmc.models.build import assemble
-from dmc.models.loading import load_with_tokenizer
-from dmc.models.tensor_parallel import _read_slices
-from dmc.models.weights import local_folder, open_weights, read_model_config, weights_digest
-from dmc.ranks import ALONE
+from dmc.models.adapter_folder import Base, save_gates
+from dmc.models.weights import local_folder, open_weights, weights_digest
 from dmc.results.models import plan_model
-from dmc.serving.config import make_worker, read_config
 
 IDS = torch.arange(2 * 24).reshape(2, 24)
 HIDDEN = {"gate_input": "hidden", "action": "drop", "delay": 2}
@@ -75,42 +68,6 @@ def test_gates_of_135_million_weights_take_half_a_megabyte():
     assert 4 * sum(weight.numel() for part in adapters for weight in part.parameters()) == 415_440
 
 
-def load_through_server(folder):
-    served = read_config({"models": {"gates": {"path": str(folder)}}, "memory": 2**24})
-    (engine,) = make_worker(served, Path(__file__).parents[2] / "configs" / "policy").engines.values()
-    return engine.model
-
-
-WAYS = {
-    "load_model": load_model,
-    "auto": AutoModelForCausalLM.from_pretrained,
-    "class": FAMILIES["llama"].from_pretrained,
-    "config first": lambda folder: AutoModelForCausalLM.from_pretrained(
-        folder, config=AutoConfig.from_pretrained(folder)
-    ),
-    "compare, demo": lambda folder: load_with_tokenizer(str(folder))[0],
-    "generate": lambda folder: _load(GenerateConfig(model=str(folder), prompt="x")),
-    "server": load_through_server,
-    "pipeline": lambda folder: pipeline("text-generation", model=str(folder)).model,
-    "slices": lambda folder: assemble(read_model_config(folder), _read_slices(folder, {}, ALONE, torch.float32, "cpu")),
-    "vLLM": lambda folder: assemble(
-        read_model_config(folder),
-        dict(
-            with_base(
-                load_file(folder / "dmc_gates.safetensors").items(), AutoConfig.from_pretrained(folder), str(folder)
-            )
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_loading_gives_the_same_model(way, adapter, learned):
-    found = WAYS[way](adapter)
-    assert is_that_of(found.eval(), learned)
-    assert not hasattr(found.config, "base_digest")
-
-
 def test_the_loaded_model_is_saved_whole_under_its_own_name(adapter, learned, tmp_path):
     found = load_model(adapter)
     assert found.name_or_path == str(adapter) == found.config.name_or_path
@@ -119,12 +76,6 @@ def test_the_loaded_model_is_saved_whole_under_its_own_name(adapter, learned, tm
     assert "base_digest" not in (tmp_path / "whole" / "config.json").read_text()
     shutil.rmtree(tmp_path / "models")
     assert is_that_of(load_model(tmp_path / "whole"), learned)
-
-
-def test_an_engine_decodes_as_the_whole_model(adapter, learned, make_prompts):
-    prompts, greedy = make_prompts(9, 30), SamplingParams(max_new_tokens=6, temperature=0.0)
-    found = [Engine(model).generate(prompts, greedy) for model in (load_model(adapter), learned)]
-    assert [answer.token_ids for answer in found[0]] == [answer.token_ids for answer in found[1]]
 
 
 def test_a_comparison_takes_it_for_a_model_with_learned_gates(adapter):
@@ -137,19 +88,6 @@ def test_dtype_is_that_which_is_asked_for(adapter, learned):
     found = load_model(adapter, dtype="bfloat16")
     assert {value.dtype for value in found.state_dict().values()} == {torch.bfloat16}
     assert all(torch.equal(value, learned.state_dict()[name].bfloat16()) for name, value in found.state_dict().items())
-
-
-@pytest.mark.parametrize("place", ["moved", "a/b/moved"])
-def test_the_adapter_may_move_alone(place, adapter, learned, tmp_path):
-    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    assert is_that_of(load_model(adapter.rename(tmp_path / place)), learned)
-
-
-def test_the_adapter_may_move_along_with_its_base(adapter, learned, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    for name in ("models", "outputs"):
-        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
-    assert is_that_of(load_model(tmp_path / "elsewhere" / adapter.relative_to(tmp_path)), learned)
 
 
 @pytest.mark.parametrize("name", ["../../../models/base", "models/base"])

@@ -145,7 +145,6 @@ REFUSED = [
     ("OmniKV", {"filter_layers": ()}, r"filter_layers=\(\): expected ascending"),
     ("OmniKV", {"filter_layers": [4, 2]}, r"filter_layers=\(4, 2\): expected ascending"),
     ("OmniKV", {"filter_layers": (2, 3)}, r"filter_layers=\(2, 3\): .* no two adjacent"),
-    ("OmniKV", {"selector": "uniform", "raw_scores": True}, "raw_scores=True needs selector='last'"),
 ]
 
 

@@ -82,32 +82,6 @@ def test_fast_memory_is_the_promised_share(make_stock, make_prompts, memory):
         assert (stats.slots == 160 + generated).all()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_stubborn_choice_is_that_of_the_first_token(make_stock, make_prompts, offload):
-    model, (prompt,), (continuation,) = make_stock(num_layers=3), make_prompts(60), make_prompts(8, seed=2)
-
-    def scores(lazy_reload, offload=offload):
-        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), lazy_reload=lazy_reload, offload=offload)
-        return Engine(model, policy=policy).score([prompt], [continuation])[0]
-
-    eager, picky, lazy = scores(None), scores(0.999), scores(0.0)
-    torch.testing.assert_close(picky, eager, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(lazy[:2], eager[:2], rtol=0, atol=TOLERANCE)
-    assert (lazy[2:] - eager[2:]).abs().max() > 0.1
-    torch.testing.assert_close(lazy, scores(0.0, not offload), rtol=0, atol=TOLERANCE)
-
-
-def test_raw_scores_rank_as_attention_does_in_a_single_head(make_stock, texts):
-    def scores(raw, **heads):
-        model = make_stock(num_layers=3, **heads)
-        policy = OmniKV(budget=Budget(ratio=4), filter_layers=(0,), raw_scores=raw)
-        return torch.cat(Engine(model, policy=policy).score(*texts))
-
-    single = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    torch.testing.assert_close(scores(True, **single), scores(False, **single), rtol=0, atol=TOLERANCE)
-    assert (scores(True) - scores(False)).abs().max() > 0.1
-
-
 def sparse_prefill(model, prompt, filter_layers, chunk, chunks_read):
     """Log-probs after each token of a prompt, float64, in masks over the whole of it."""
     decoder, length = Decoder(model), len(prompt)

@@ -18,10 +18,10 @@ KINDS += [
     "KVzip",
     "merge, SnapKV",
 ]
-KINDS += ["OmniKV, lazy", "OmniKV, offload", "Quest", "InfLLM"]
+KINDS += ["OmniKV, window", "OmniKV, offload", "Quest", "InfLLM"]
 """One for each kind of state that a fork takes along."""
 FROM_SESSIONS = ("full cache", "merge, exact, delay 1", "fixed, window, delay 4", "H2O, protected", "KVzip")
-FROM_SESSIONS += ("OmniKV, lazy", "InfLLM")
+FROM_SESSIONS += ("OmniKV, offload", "InfLLM")
 """The others are slow: with them goes on what the test before has seen in continuations."""
 CLOSE = 2e-5  # float32 sums in another order: 1.43e-5 seen on a processor, with OmniKV
 

@@ -86,7 +86,6 @@ BLOCKS = {"block_size": 4, "representatives": 2, "initial": 2, "local": 6, "chun
 READING = {
     "OmniKV": policies.OmniKV(budget=QUARTER, filter_layers=(0, 3)),
     "OmniKV, window": policies.OmniKV(budget=QUARTER, filter_layers=(0, 3), selector="exponential"),
-    "OmniKV, lazy": policies.OmniKV(budget=QUARTER, filter_layers=(0, 3), lazy_reload=0.4, offload=True),
     "OmniKV, offload": policies.OmniKV(budget=QUARTER, filter_layers=(0, 3), offload=True),
     "OmniKV, sparse": policies.OmniKV(budget=QUARTER, **SPARSE),
     "Quest": policies.Quest(budget=QUARTER, page_size=4),

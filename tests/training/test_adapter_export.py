@@ -60,6 +60,19 @@ def test_a_run_that_learns_gates_alone_writes_an_adapter_and_merges_it_when_aske
         assert torch.equal(logits(output), logits(run.final))
 
 
+@pytest.mark.parametrize("learning", [LEARNED, FITTED])
+def test_merging_takes_the_gates_of_a_finished_run_as_they_were_calibrated(learning, trained, tmp_path, monkeypatch):
+    run = trained(**learning)
+    for name in ("calibrate_offset", "score_text"):  # on another machine they may come to something else
+        monkeypatch.setattr(f"dmc.training.export.{name}", None)
+    output = export(ExportConfig(run=str(run.folder), output=str(tmp_path / "merged"), merge=True))
+    assert torch.equal(logits(output), logits(run.final)) and not (output / "dmc_gates.safetensors").exists()
+    first, second = (json.loads((folder / "retrofit.json").read_text()) for folder in (run.final, output))
+    assert first["metrics"] == second["metrics"] and first["compression"] == second["compression"]
+    with pytest.raises(TypeError, match="not callable"):
+        export(ExportConfig(run=str(run.folder), output=str(tmp_path / "other"), merge=True, target_ratio=1.5))
+
+
 def test_training_goes_on_from_an_adapter_on_the_same_base(trained, folders):
     first = trained(**LEARNED)
     second = trained("second", first.final, **LEARNED, learning_rate=0.1)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launching import logged_losses
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from dmc.config import build_config
@@ -25,6 +26,7 @@ from dmc.training.checkpoints import (
     read_tensors,
     saved_checkpoints,
     step_name,
+    storage_writer,
 )
 from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
@@ -61,7 +63,9 @@ def save(saver, folder, step=1, weights=None):
         tensors = {f"model.{name}": weight for name, weight in (weights or WEIGHTS).items() if name != "tied.weight"}
         tensors["optimizer.norm.weight.exp_avg"] = torch.ones(200)
         torch.save({}, partial / "trainer.pt")
-        return distributed_checkpoint.async_save(tensors, checkpoint_id=partial, no_dist=True)
+        return distributed_checkpoint.async_save(
+            tensors, storage_writer=storage_writer(partial, tensors, 1), no_dist=True
+        )
 
     saver.save(folder / step_name(step), Header(step, {}), write)
     saver.wait()
@@ -73,7 +77,8 @@ def test_what_is_saved_is_the_moment_at_which_saving_begins(saver, tmp_path):
 
     def write(partial):
         torch.save({}, partial / "trainer.pt")
-        writing = distributed_checkpoint.async_save(dict(weights), checkpoint_id=partial, no_dist=True)
+        writer = storage_writer(partial, weights, 1)
+        writing = distributed_checkpoint.async_save(dict(weights), storage_writer=writer, no_dist=True)
         for weight in weights.values():
             weight.zero_()  # as the next optimizer step changes it in place
         return writing
@@ -118,7 +123,7 @@ def test_failed_write_leaves_the_checkpoint_before(saver, tmp_path):
 def test_what_a_failed_write_has_left_takes_no_room_from_the_next(saver, tmp_path):
     save(saver, tmp_path)
     (tmp_path / "step_0000007.partial").mkdir()
-    (tmp_path / "step_0000007.partial" / "__0_0.distcp").write_bytes(bytes(100))
+    (tmp_path / "step_0000007.partial" / "shard-00001.safetensors").write_bytes(bytes(100))
 
     def write(partial):
         assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), f"{step_name(5)}.partial"]
@@ -217,7 +222,7 @@ def test_absent_last_checkpoint_is_the_previous_one(saver, tmp_path):
 @pytest.mark.parametrize("damage", ["a shard is cut off", "a shard is missing", "the state is cut off"])
 def test_damaged_checkpoint_is_refused_and_the_previous_one_offered(saver, tmp_path, damage):
     previous, last = (save(saver, tmp_path, step) for step in (1, 2))
-    file = last / "trainer.pt" if "state" in damage else next(last.glob("__*"))
+    file = last / "trainer.pt" if "state" in damage else next(last.glob("shard-*"))
     if "missing" in damage:
         file.unlink()
     else:
@@ -234,7 +239,7 @@ def test_a_run_goes_on_from_the_previous_checkpoint_as_if_the_last_had_never_bee
     run = train(config)
     (run.final / "retrofit.json").unlink()  # as if killed before the export
     last, previous = saved_checkpoints(run.folder / "checkpoints")
-    shard = next(last.glob("__*"))
+    shard = next(last.glob("shard-*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ValueError, match="use_previous_checkpoint=true"):
         train(config)
@@ -255,7 +260,7 @@ def test_a_run_goes_on_from_the_previous_checkpoint_as_if_the_last_had_never_bee
 
 def test_what_torch_cannot_read_is_told_in_one_line(saver, tmp_path):
     folder = save(saver, tmp_path)
-    shard = next(folder.glob("__*"))
+    shard = next(folder.glob("shard-*"))
     shard.write_bytes(bytes(len(shard.read_bytes())))  # as long as before
     with pytest.raises(ValueError, match=r"^[^\n]*step_0000001 is damaged \([^\n]*remove this folder to go on[^\n]*$"):
         read_tensors(folder, "model.")
@@ -275,21 +280,40 @@ class Harmful:
         return (print, ("executed",))
 
 
-def spoil_metadata(folder):
-    (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
+def put_a_pickle(folder):
+    """Put a pickled value in the place of the weights."""
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(pickle.dumps(Harmful()).ljust(file.stat().st_size))
 
 
-def name_a_pickle(folder):
-    """Say that an entry is a pickled value, which torch would read without asking."""
+def put_torchs_pickle(folder):
+    """Write what torch would unpickle, as a checkpoint of an older version."""
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
     distributed_checkpoint.save({"model.norm.weight": Harmful()}, checkpoint_id=folder, no_dist=True)
 
 
 def lead_outside(folder):
-    with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    for place in metadata.storage_data.values():
-        place.relative_path = f"../elsewhere/{place.relative_path}"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    header = json.loads((folder / "header.json").read_text())
+    files = {f"../{folder.name}/{name}": size for name, size in header["files"].items()}
+    (folder / "header.json").write_text(json.dumps(header | {"files": files}))
+
+
+def name_no_files(folder):
+    """As a checkpoint of an older version."""
+    header = json.loads((folder / "header.json").read_text())
+    del header["files"]
+    (folder / "header.json").write_text(json.dumps(header))
+
+
+def name_no_sizes(folder):
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | {"files": [*header["files"]]}))
+
+
+def forget_the_offsets(folder):
+    (file,) = folder.glob("*.safetensors")
+    save_file(load_file(file), file, {"DCP_SHARDING_INFO": "{}", "padding": 9999 * "x"})
 
 
 def test_a_state_with_code_is_refused(saver, tmp_path, capsys):
@@ -300,14 +324,26 @@ def test_a_state_with_code_is_refused(saver, tmp_path, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spoil", [spoil_metadata, name_a_pickle, lead_outside])
-def test_a_folder_with_code_or_a_way_out_is_refused(saver, tmp_path, spoil, capsys):
+@pytest.mark.parametrize(
+    "spoil", [put_a_pickle, put_torchs_pickle, lead_outside, name_no_files, name_no_sizes, forget_the_offsets]
+)
+def test_a_folder_with_code_or_a_way_out_or_of_another_version_is_refused(saver, tmp_path, spoil, capsys):
     folder = save(saver, tmp_path)
     spoil(folder)
-    for read in (read_header, load_checkpoint_model):
-        with pytest.raises(ValueError, match=r"no training checkpoint|would run builtins.print"):
+    for read in (load_checkpoint_model, lambda folder: check_fits(folder, MODEL)):
+        with pytest.raises(ValueError, match=r"^[^\n]*(no training checkpoint|is damaged|is cut off)[^\n]*$"):
             read(folder)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_files_are_cut_and_read_together(saver, tmp_path, monkeypatch):
+    monkeypatch.setattr("dmc.training.checkpoints.FILE_BYTES", 900)
+    folder = save(saver, tmp_path)
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(names) > 1 and sorted(read_header(folder).files) == names
+    weights = read_tensors(folder, "model.")
+    assert weights.keys() == WEIGHTS.keys() - {"tied.weight"}
+    assert all(torch.equal(weight, WEIGHTS[name]) for name, weight in weights.items())
 
 
 def test_checkpoint_of_another_run_is_refused_and_the_previous_one_offered(saver, tmp_path):

@@ -4,6 +4,7 @@ import gc
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.engine.llm_engine", reason="vLLM is not installed here")
 
@@ -17,8 +18,9 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.triton_utils import HAS_TRITON
 
-from dmc import Engine, SamplingParams
+from dmc import Engine, SamplingParams, load_model
 from dmc.kernels import load_backend
+from dmc.models.adapter_folder import Base, save_gates
 from dmc.vllm import model as model_module
 from dmc.vllm import plugin
 from dmc.vllm.attention import LAYER_NAME
@@ -229,3 +231,39 @@ def test_vllms_table_of_settings_by_architecture_is_as_we_use_it():
     assert MODELS_CONFIG_MAP["DMCLlamaForCausalLM"] is plugin.CompressedModelConfig
     assert all(issubclass(kind, VerifyAndUpdateConfig) for kind in MODELS_CONFIG_MAP.values())
     assert extract_layer_index(LAYER_NAME) == 0
+
+
+@pytest.fixture
+def adapter(make_stock, make_compressed, tmp_path):
+    """Write gates and their base into two folders."""
+    base, folder = tmp_path / "base", tmp_path / "gates"
+    folder.mkdir()
+    make_stock().save_pretrained(base)
+    model = make_compressed(gates={"gate_input": "hidden", "action": "drop", "delay": 3})
+    save_gates(model, folder, Base.of(str(base), base))
+    return folder
+
+
+def test_gates_alone_are_served_with_their_base(adapter, make_prompts, monkeypatch):
+    prompts, num_new = make_prompts(5, 70, 33), 24
+    sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0)
+    expected = Engine(load_model(adapter)).generate(prompts, sampling)
+    engine, found = start(adapter, monkeypatch), {}
+    asked = VllmSamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False, logprobs=0)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), asked)
+    while engine.has_unfinished_requests():
+        found |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+    engine.engine_core.shutdown()
+    for number, generation in enumerate(expected):
+        tokens = list(found[number].token_ids)
+        assert tokens == generation.token_ids
+        logprobs = [step[token].logprob for step, token in zip(found[number].logprobs, tokens, strict=True)]
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(generation.logprobs), atol=1e-4, rtol=1e-4)
+
+
+def test_gates_on_another_base_are_refused_before_weights_are_read(adapter, make_stock):
+    make_stock(seed=1).save_pretrained(adapter.with_name("base"))
+    with pytest.raises(RuntimeError, match="put back that base") as refusal:
+        engine_args(adapter).create_engine_config()
+    assert "\n" not in str(refusal.value)

@@ -28,8 +28,8 @@ from dmc.training.checkpoints import (
     CheckpointSaver,
     Header,
     as_damage,
-    on_every_rank,
     read_state,
+    storage_writer,
     weights_of,
 )
 from dmc.training.config import Precision, RunConfig
@@ -135,10 +135,11 @@ class Parallelism:
                 if self.writers.rank == 0:
                     torch.save(checkpoint, folder / TRAINER_STATE)
 
-            on_every_rank(write_state, self.writers)
-            writer = distributed_checkpoint.FileSystemWriter(folder)
+            self.writers.run_on_all(write_state, OSError)
+            tensors = self.tensors()
+            writer = storage_writer(folder, tensors, self.writers.size)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
-            writing = distributed_checkpoint.async_save(self.tensors(), **options)
+            writing = distributed_checkpoint.async_save(tensors, **options)
             assert isinstance(writing, Future)
             return writing
 
@@ -159,7 +160,8 @@ class Parallelism:
 
         def read(tensors: dict[str, Any]) -> None:
             with as_damage(folder):
-                distributed_checkpoint.load(tensors, checkpoint_id=folder, **options)
+                reader = distributed_checkpoint.HuggingFaceStorageReader(str(folder))
+                distributed_checkpoint.load(tensors, storage_reader=reader, **options)
 
         self.set_tensors(read)
         self.saver.last = folder
