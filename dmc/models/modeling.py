@@ -208,7 +208,8 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
         if past_key_values is not None:
             kwargs["paged_cache"] = past_key_values  # where layers with a window find it
         if (mode := kwargs.get("gate_mode")) is not None and past_key_values is None:
-            kwargs["gate_mode"] = self._with_noise(mode, input_ids if inputs_embeds is None else inputs_embeds)
+            tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["gate_mode"] = self._with_noise(mode, tokens)
         if position_ids is None and self.context_ranks.size > 1:  # keys are rotated where a rank has all tokens
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # type: ignore[union-attr]
         return super().forward(
