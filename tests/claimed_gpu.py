@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-import dmc.compression.gates as gates_module
+from dmc.compression import relaxation
 from dmc.kernels.cpu_build import cache_folder
 from dmc.models.masked_attention import as_on
 
@@ -142,7 +142,7 @@ def fake_gpu(device="cuda"):
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-        patch.setattr(gates_module, "sample_generators", lambda seeds, *_: [None] * len(seeds))  # none there
+        patch.setattr(relaxation, "new_generator", lambda _: None)  # none there
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention_of_gpu)
         if device == "meta":
             patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device

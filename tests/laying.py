@@ -21,10 +21,11 @@ from dmc.ranks import Ranks
 from dmc.training import export
 from dmc.training.checkpoints import MODEL_CONFIG, WEIGHTS, read_tensors
 from dmc.training.config import RunConfig
-from dmc.training.module import RetrofitModule, Teacher
+from dmc.training.module import RetrofitModule
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
+from dmc.training.teacher import Teacher
 
 
 def lay_out(config: RunConfig, seed: int, backend: str = "gloo") -> MeshStrategy:

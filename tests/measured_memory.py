@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.models import next_tokens, retrofit, with_token_losses
-from dmc.training.module import Teacher
 from dmc.training.strategies import build_strategy
+from dmc.training.teacher import Teacher
 
 
 def allocated_peak(work):

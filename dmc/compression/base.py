@@ -18,6 +18,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from torch import Tensor
 
 from dmc.budget import check_ratio
+from dmc.compression.relaxation import DecisionNoise
 from dmc.config.settings import Count, NonNegative, build_config, checked_dataclass
 from dmc.ranks import ALONE, Ranks
 
@@ -139,6 +140,8 @@ class GateMode:
 
     noise_seeds: list[int] | None = None
     """Seeds of the relaxation noise, one for each sequence of the batch, so that noise belongs to the sample."""
+    noise: DecisionNoise | None = None
+    """Noise drawn from these seeds for the whole pass; None: a model draws it, a lone layer its own."""
     neuron_multiplier: float | None = None
     """Factor on the borrowed neuron under plain attention (eq. 13), in the zero-out stage."""
     fixed_ratio: float | None = None

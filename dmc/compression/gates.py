@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dmc.compression.accumulate import accumulate
 from dmc.compression.base import CompressionConfig, DecidedTokens, GateMode, GateOutput
-from dmc.compression.relaxation import hard_decisions, log_one_minus_sigmoid, sample_decisions, sample_generators
+from dmc.compression.relaxation import DecisionNoise, hard_decisions, log_one_minus_sigmoid, sample_decisions
 from dmc.compression.rotary import leader_scale, neuron_scale
 from dmc.ranks import ALONE, Ranks
 
@@ -101,10 +103,13 @@ class Compressor:
             alpha = hard_decisions(logits).float()
             log_append = hard_log_append(alpha)
         else:
-            noise = None if mode is None else sample_generators(mode.noise_seeds or [], layer_index, key.device)
-            ranks = ALONE if self.config.decisions == "per_layer" else self.ranks  # one draw, the same on every rank
             if self.config.noise:
-                alpha, noised = sample_decisions(logits, self.config.temperature, noise, ranks)
+                if mode is not None:
+                    mode = self.with_noise(
+                        mode, [layer_index], key.shape[1] * self.ranks.size, key.shape[2], key.device
+                    )
+                noise = None if mode is None or mode.noise is None else mode.noise.of_layer(layer_index)
+                alpha, noised = sample_decisions(logits, self.config.temperature, noise=noise)
             else:
                 noised = logits / self.config.temperature
                 alpha = torch.sigmoid(noised)
@@ -119,6 +124,26 @@ class Compressor:
         query = self.without_decision(query, key.shape[1])
         of_heads = (values.expand(key.shape[:-1]) for values in (logits, alpha, log_append, omega))
         return GateOutput(query, key, *of_heads)
+
+    def with_noise(
+        self, mode: GateMode, layers: Sequence[int], kv_heads: int, length: int, device: torch.device
+    ) -> GateMode:
+        """Draw the noise of a pass, where its decisions are relaxed and it has none yet.
+
+        Args:
+            mode: with the samples' seeds.
+            layers: indices of the layers that decide alike.
+            kv_heads: of a layer, over all ranks.
+            length: tokens of a sequence.
+            device: of the logits.
+        """
+        config = self.config
+        if mode.noise_seeds is None or mode.noise is not None or config.decisions == "fixed" or not config.noise:
+            return mode
+        alone = config.decisions == "per_layer"  # one draw, the same on every rank
+        ranks, heads = (ALONE, 1) if alone else (self.ranks, kv_heads)
+        noise = DecisionNoise(mode.noise_seeds, layers, heads, length, device, ranks)
+        return dataclasses.replace(mode, noise=noise)
 
     def decide(self, query: Tensor, key: Tensor, value: Tensor, adapted: Tensor | None = None) -> DecidedTokens:
         """Threshold the decisions for a cache, see `gate`; the cache makes fixed decisions itself."""

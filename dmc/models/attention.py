@@ -203,7 +203,7 @@ class CompressedAttentionMixin(nn.Module):
         rotary = self.rotary_tables(position_embeddings, hidden_states.dtype)
         query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected if states is not None)
         adapted = None
-        if self.gate_adapter is not None:
+        if self.gate_adapter is not None and (multiplier is None or torch.is_grad_enabled()):
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         sinks = getattr(self, "sinks", None)
         sinks = None if sinks is None else context_ranks.chunk(local_part(sinks), 0)

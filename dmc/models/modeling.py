@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from dmc.compression import CompressionConfig, Compressor, full_attention_tables
+from dmc.compression import CompressionConfig, Compressor, GateMode, full_attention_tables
 from dmc.compression.full_attention import layer_windows, refuse_other_attention, refuse_windows_alone
 from dmc.models.adapter import GateAdapter
 from dmc.models.adapter_folder import adapter_behind, given_weights
@@ -207,6 +207,9 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
                 )
         if past_key_values is not None:
             kwargs["paged_cache"] = past_key_values  # where layers with a window find it
+        if (mode := kwargs.get("gate_mode")) is not None and past_key_values is None:
+            tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["gate_mode"] = self._with_noise(mode, tokens)
         if position_ids is None and self.context_ranks.size > 1:  # keys are rotated where a rank has all tokens
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # type: ignore[union-attr]
         return super().forward(
@@ -220,6 +223,12 @@ class CompressedCausalLM(TokenLossMixin, PreTrainedModel):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+    def _with_noise(self, mode: GateMode, tokens: Tensor) -> GateMode:
+        """Draw the noise of a pass over tokens, [B, T, ...], before its first layer."""
+        layers = [layer.self_attn.layer_idx for layer in self.compressed_layers]
+        compressor = self.model.layers[layers[0]].self_attn.compressor
+        return compressor.with_noise(mode, layers, self.config.num_key_value_heads, tokens.shape[1], tokens.device)
 
     def make_cache(self) -> Cache:
         """Return an empty cache for `forward` or `generate`."""

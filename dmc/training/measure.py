@@ -89,6 +89,9 @@ def score_text(
         ValueError: no token is scored.
     """
     compression = getattr(with_token_losses(model), "compression", None)
+    has_gates = compression is not None
+    if gate_mode is not None and gate_mode.neuron_multiplier is not None:
+        compression = None  # attention without gates decides nothing
     batches = list(batches)
     sizes = [len(batch["input_ids"]) for batch in batches]
     cutting = getattr(model, "ranks", ALONE)  # ranks that share each layer read the same text
@@ -102,7 +105,7 @@ def score_text(
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             input_ids, trace = batch["input_ids"], GateTrace(ranks=cutting)
             options: dict[str, Any] = {"documents": batch.get("documents")}
-            if compression is not None:
+            if has_gates:
                 options |= {"gate_mode": gate_mode or GateMode(), "gate_trace": trace}
             targets = next_tokens(input_ids, batch.get("loss_mask"))
             losses = model(input_ids, use_cache=False, targets=targets, **options).cross_entropy

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
 from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
-from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
-from dmc.models.token_losses import Direction, TeacherOutput, token_mean
+from dmc.models.token_losses import token_mean
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
@@ -23,6 +22,7 @@ from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run_base import base_of
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
+from dmc.training.teacher import Teacher
 
 OPTIMIZATION = "optimization"
 """Key of the state of `OptimizerStep` in a checkpoint."""
@@ -47,28 +47,6 @@ def compile_regions(model: Any) -> None:
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
-
-
-class Teacher:
-    """A frozen causal LM; it is no module, so that optimizers and checkpoints leave out its weights.
-
-    Args:
-        model: stock or compressed causal LM, in any mode.
-        path: folder or hub name of its weights.
-        temperature: softens its distributions and the student's.
-        direction: which of the two distributions the divergence is a mean under.
-    """
-
-    def __init__(self, model: Any, path: str, temperature: float, direction: Direction = "forward") -> None:
-        self.model = for_unpadded(with_token_losses(model)).eval().requires_grad_(False)
-        self.path, self.temperature, self.direction = path, temperature, direction
-
-    def read(self, input_ids: Tensor, documents: Documents | None = None) -> TeacherOutput:
-        """Run the model on tokens, [B, T], and the documents the student sees; its loss computes the logits."""
-        with torch.no_grad():
-            found = self.model(input_ids, use_cache=False, documents=documents, skip_logits=True)
-        # FSDP2 leaves the weights outside the layers gathered after a forward.
-        return TeacherOutput(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
 
 
 class RetrofitModule(LightningModule):
@@ -119,11 +97,14 @@ class RetrofitModule(LightningModule):
         """Parallelize the model once; Lightning may call this several times."""
         if not self._is_parallel:
             self._is_parallel = True
+            teacher = self.teacher if self.teacher is not None and self.teacher.owns_weights else None
             if self.config.trainer.compile:
                 compile_regions(self.model)
+                for layer in () if teacher is None else teacher.model.model.layers:
+                    layer.compile()  # nothing is recorded or drawn in it, and nothing recomputed
             self.strategy.parallelize(self.model, str(self.config.model))
-            if self.teacher is not None:
-                self.strategy.parallelize_teacher(self.teacher.model, self.teacher.path)
+            if teacher is not None:
+                self.strategy.parallelize_teacher(teacher.model, teacher.path)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Note the end of a step, after all callbacks."""

@@ -41,13 +41,14 @@ from dmc.training.config import RunConfig
 from dmc.training.export import FINAL_NAME, Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
-from dmc.training.module import RetrofitModule, Teacher
+from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import check_start
 from dmc.training.record import CONFIG_NAME as RUN_NAME
 from dmc.training.record import check_branch, check_same_run, check_same_text, record_run, record_start
 from dmc.training.stages import Plan
 from dmc.training.strategies import build_strategy
 from dmc.training.strategies.devices import devices_per_node
+from dmc.training.teacher import OwnBase, Teacher
 from dmc.training.text_data import TextData, build_tokenizer, fetched, text_digests, weight_digests
 
 LOCK_NAME = ".lock"
@@ -195,16 +196,14 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     strategy = build_strategy(local)
     is_fresh = local.model is None
     model = fresh_model(config, num_ids(tokenizer), config.seed) if is_fresh else strategy.load(str(local.model))
+    base_type = model.config.model_type
     if config.gates is not None:
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     data = TextData(config, tokenizer, plan.total_steps)
     module = RetrofitModule(model, local, plan, strategy)
     if local.distillation is not None:
-        settings = local.distillation
-        path = settings.path or str(local.model)
-        teacher = strategy.load(path, is_teacher=True)
-        module.teacher = Teacher(teacher, path, settings.temperature, settings.direction)
+        module.teacher = _teacher(local, strategy, model, base_type)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
     trainer = _build_trainer(module, exporter, preemption, loggers)
     checkpoint = find_checkpoint(preemption.save_last.folder, config.use_previous_checkpoint, model)
@@ -230,6 +229,16 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
     module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
     exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
     trainer.strategy.barrier("export")
+
+
+def _teacher(config: RunConfig, strategy: Any, student: Any, base_type: str) -> Teacher:
+    """Make the teacher of a run, loaded once more unless the student is its own."""
+    settings = config.distillation
+    assert settings is not None
+    path = settings.path or str(config.model)
+    if config.learns_from_its_base(base_type):
+        return OwnBase(student, path, settings.temperature, settings.direction)
+    return Teacher(strategy.load(path, is_teacher=True), path, settings.temperature, settings.direction)
 
 
 def warn_of_idle_tensor_cores(device: torch.device, precision: str) -> None:

@@ -188,3 +188,12 @@ def test_trace_is_assigned_by_layer_so_that_recomputation_counts_once():
         trace.record(layer, compressor().gate(query, key, GateMode(), layer))
     assert trace.stacked_alpha().shape == (2, BATCH, KV_HEADS, TIME)
     assert sorted(trace.alpha) == sorted(trace.logits) == [0, 1]
+
+
+def test_a_gate_takes_the_noise_of_its_pass_and_draws_its_own_by_the_same_seeds_without():
+    query, key, _ = states()
+    gate, mode = compressor(), GateMode(noise_seeds=[5, 6])
+    drawn = gate.with_noise(mode, [1, 3], KV_HEADS, key.shape[2], key.device)
+    for layer in (1, 3):
+        assert torch.equal(gate.gate(query, key, drawn, layer).alpha, gate.gate(query, key, mode, layer).alpha)
+    assert gate.with_noise(drawn, [0], 1, 1, key.device) is drawn

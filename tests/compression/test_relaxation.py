@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dmc.compression import hard_decisions, sample_decisions, straight_through
-from dmc.compression.relaxation import log_one_minus_sigmoid, logistic_noise, sample_generators
+from dmc.compression.relaxation import DecisionNoise, decision_seed, log_one_minus_sigmoid, logistic_noise
+from dmc.ranks import Ranks
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.1, 1.0])
@@ -19,7 +20,7 @@ def test_a_decision_is_one_with_the_sigmoid_of_its_logit_at_every_temperature(lo
 
 
 def test_noise_is_logistic():
-    noise = logistic_noise(torch.Size([400_000]), torch.device("cpu"), torch.Generator().manual_seed(0)).double()
+    noise = logistic_noise(torch.rand(400_000, generator=torch.Generator().manual_seed(0))).double()
     assert noise.mean().item() == pytest.approx(0, abs=0.015)
     assert noise.var().item() == pytest.approx(math.pi**2 / 3, rel=0.01)
     assert noise.isfinite().all()
@@ -28,7 +29,7 @@ def test_noise_is_logistic():
 def test_noised_logit_and_relaxed_decision_belong_together():
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     alpha, noised = sample_decisions(logits, 0.1, torch.Generator().manual_seed(1))
-    noise = logistic_noise(logits.shape, logits.device, torch.Generator().manual_seed(1))
+    noise = logistic_noise(torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)))
     assert alpha.dtype == noised.dtype == torch.float32
     torch.testing.assert_close(noised, (logits + noise) / 0.1)
     torch.testing.assert_close(alpha, torch.sigmoid(noised))
@@ -42,32 +43,30 @@ def test_sixteen_bit_logits_get_the_noise_of_float32():
     torch.testing.assert_close((alpha, noised), expected, rtol=0, atol=0)
 
 
-def test_noise_belongs_to_the_sample_wherever_it_lies_in_a_batch():
-    logits = torch.zeros(3, 4, 50)
+def noise_of_one(seed, layer, heads=4, length=50):
+    """Naive: as one sequence of one layer draws it by itself, operation by operation."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
+    uniform = torch.rand(heads, length, generator=generator).clamp(2.0**-25, 1 - 2.0**-24)
+    return torch.log(uniform) - torch.log1p(-uniform)
 
-    def draw(seeds, layer=2):
-        return sample_decisions(logits[: len(seeds)], 0.1, sample_generators(seeds, layer, logits.device))[1]
 
-    alone = draw([7])[0]
-    torch.testing.assert_close(draw([7, 8, 9])[0], alone, rtol=0, atol=0)
-    torch.testing.assert_close(draw([3, 7])[1], alone, rtol=0, atol=0)
-    assert not torch.equal(draw([8])[0], alone)
-    assert not torch.equal(draw([7], layer=3)[0], alone)
-    assert not torch.equal(alone[0], alone[1])  # heads draw their own
+def test_noise_belongs_to_sample_and_layer_whatever_the_batch_the_pass_and_the_ranks():
+    noise = DecisionNoise([7, 8, 2**40], [0, 2, 5], 4, 50, torch.device("cpu"))
+    for layer in (0, 2, 5):
+        expected = torch.stack([noise_of_one(seed, layer) for seed in (7, 8, 2**40)])
+        assert torch.equal(noise.of_layer(layer), expected)
+        part = DecisionNoise([8], [layer], 4, 50, torch.device("cpu"), Ranks(1, 2)).of_layer(layer)
+        assert torch.equal(part[0], expected[1, 2:])
+    assert len({float(value) for value in noise.of_layer(0)[:, :, 0].flatten()}) == 12  # heads draw their own
 
 
 def test_seeds_of_neighbouring_samples_and_layers_never_meet():
-    states = {
-        tuple(generator.initial_seed() for generator in sample_generators([seed], layer, torch.device("cpu")))
-        for seed in range(100)
-        for layer in range(100)
-    }
-    assert len(states) == 100 * 100
+    assert len({decision_seed(seed, layer) for seed in range(100) for layer in range(100)}) == 100 * 100
 
 
 @pytest.mark.parametrize("seed", [0, 2**40, 2**62, 2**63 - 1])
 def test_any_seed_below_two_to_the_63_serves(seed):
-    sample_generators([seed], 31, torch.device("cpu"))
+    DecisionNoise([seed], [31], 1, 1, torch.device("cpu"))
 
 
 def test_straight_through_has_hard_values_and_the_relaxed_gradient():

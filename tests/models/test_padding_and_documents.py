@@ -13,7 +13,7 @@ from dmc.compression import CompressionConfig, GateMode, GateTrace
 from dmc.models import with_token_losses
 from dmc.models.attention import Documents
 from dmc.models.modeling import for_unpadded
-from dmc.training.module import Teacher
+from dmc.training.teacher import Teacher
 
 TOLERANCE = 1e-4
 PREVIOUS = {"decided_token": "previous", "action": "drop", "delay": 9, "gate_input": "query"}

@@ -17,9 +17,10 @@ from dmc.config import build_config
 from dmc.models import retrofit
 from dmc.training import optimizer_step
 from dmc.training.config import RunConfig
-from dmc.training.module import RetrofitModule, Teacher, train_gates_only
+from dmc.training.module import RetrofitModule, train_gates_only
 from dmc.training.stages import Plan
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
+from dmc.training.teacher import Teacher
 
 LENGTH = 509  # T x T is more than any other tensor here has
 STOCK = {"bf16-mixed": "_scaled_dot_product_flash_attention", "32-true": "_scaled_dot_product_efficient_attention"}

@@ -34,7 +34,7 @@ class TeacherCheck(Callback):
             return
         guess = math.log(teacher.model.config.vocab_size)
         with suppress(ValueError), trainer.precision_plugin.forward_context():  # text of which nothing is scored
-            loss = score_text(teacher.model, self.open_batches()[:1]).loss
+            loss = score_text(teacher.model, self.open_batches()[:1], gate_mode=teacher.gate_mode).loss
             if not loss <= SHARE_OF_GUESSING * guess and trainer.is_global_zero:
                 logger.warning(
                     "the teacher %s has a loss of %.2f nats per token on the first validation text, a guess among its "

@@ -191,6 +191,15 @@ class RunConfig:
         adds = self.gates is not None and self.gates.gate_input == "hidden" and self.merge_kv_heads is None
         return self.model is not None and adds and (self.training.gates_only or total_steps == 0)
 
+    def learns_from_its_base(self, base_type: str) -> bool:
+        """Whether the student without its gates is the teacher, so that no second copy of the weights is needed.
+
+        Args:
+            base_type: model type of the run's base, which may have gates already.
+        """
+        own = self.distillation is not None and self.distillation.path in (None, self.model)
+        return own and self.training.gates_only and self.learns_gates_alone(1) and not base_type.startswith("dmc_")
+
     @property
     def distillation(self) -> DistillationConfig | None:
         """How gates learn from a teacher; None: there are none, or from the text alone."""

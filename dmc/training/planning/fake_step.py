@@ -20,10 +20,11 @@ from dmc.models import retrofit
 from dmc.models.masked_attention import as_on
 from dmc.training.config import RunConfig
 from dmc.training.layer_kinds import has_experts, with_layers
-from dmc.training.module import RetrofitModule, Teacher
+from dmc.training.module import RetrofitModule
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
+from dmc.training.teacher import OwnBase, Teacher
 
 FAKE_EXPERTS = "dmc_fake"
 NUM_CHUNKS = 3
@@ -52,16 +53,24 @@ class FakeStep:
         self.module.model.lm_head.most_chunks = NUM_CHUNKS
         strategy.connect(self.module)
         if config.distillation is not None:
-            teacher = _without_data(AutoModelForCausalLM.from_config(shape, dtype=dtype))
-            self.module.teacher = Teacher(teacher, "", config.distillation.temperature)
+            self.module.teacher = self._teacher(shape, dtype)
         if torch.Size(strategy.mesh_shape).numel() > 1:
             # Meshes of several dimensions are cut by reading them.
             with nullcontext() if strategy.num_copies == strategy.mesh_shape[2] == 1 else unset_fake_temporarily():
                 strategy.parallelize(self.module.model, "")
-                if self.module.teacher is not None:
+                if self.module.teacher is not None and self.module.teacher.owns_weights:
                     strategy.parallelize(self.module.teacher.model, "")
         self.optimizer = self.module.configure_optimizers()
         strategy.optimizers = [self.optimizer]
+
+    def _teacher(self, shape: Any, dtype: torch.dtype) -> Teacher:
+        settings = self.config.distillation
+        assert settings is not None
+        if self.config.learns_from_its_base(shape.model_type):
+            return OwnBase(self.module.model, "", settings.temperature, settings.direction)
+        model = _without_data(AutoModelForCausalLM.from_config(shape, dtype=dtype))
+        self.strategy.cast_teacher(model)
+        return Teacher(model, "", settings.temperature, settings.direction)
 
     def micro_batch(self, is_first: bool = True, is_last: bool = True) -> None:
         """Forward and backward of a micro-batch.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,19 +147,23 @@ def _trace_layers(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        teacher = [] if module.teacher is None else list(module.teacher.model.parameters())
+        taught = module.teacher
+        others = [] if taught is None or not taught.owns_weights else [taught.model]
+        teacher = [parameter for other in others for parameter in other.parameters()]
         tracker: Any
         if step.strategy.holds_parts:
             tracker = FSDPMemTracker(model, step.optimizer)
             tracker.track_inputs(teacher)
         else:
-            for part in (model, *([] if module.teacher is None else [module.teacher.model])):
+            for part in (model, *others):
                 _frozen_as_buffers(part)  # the tracker listens to the gradients of all parameters
             tracker = TrackerOfAll()
             tracker.track_external(model, step.optimizer)
         if step.strategy.mesh_shape[2] > 1:
             step.micro_batch()  # DTensor tries an operation once on tensors of the whole shape, which are none here
         peaks = Peaks(tracker, model, layers)
+        if taught is not None and not taught.owns_weights:
+            taught.read = _apart(taught.read, peaks)  # type: ignore[method-assign]
         count = min(micro_batches, 2)  # the last one needs most; where ranks hold parts, the first leaves buffers to it
         with tracker:
             for index in range(0 if step.strategy.holds_parts else count - 1, count):
@@ -172,6 +176,18 @@ def _trace_layers(
                 counted["teacher"] = sum(parameter.nbytes for parameter in teacher)
                 counted["weights"] -= counted["teacher"]
         return peaks.counted, num_weights, num_trained
+
+
+def _apart(read: Callable[..., Any], peaks: Peaks) -> Callable[..., Any]:
+    """Let a teacher that is the student read in a forward pass that the tracker does not take for the student's."""
+
+    def reading(*arguments: Any) -> Any:
+        found = read(*arguments)
+        peaks.tracker.reset_mod_stats()
+        peaks.begin("forward")
+        return found
+
+    return reading
 
 
 def _frozen_as_buffers(model: nn.Module) -> None:
@@ -202,7 +218,7 @@ class Peaks:
 
     def __init__(self, tracker: MemTracker, model: Any, numbers: Sequence[int]) -> None:
         self.counted: dict[str, dict[str, int]] = {}
-        self._tracker, self._moment = tracker, ""
+        self.tracker, self._moment = tracker, ""
         for number, layer in zip(numbers, model.model.layers, strict=True):
             self._at_gradient_of(layer, f"backward of layer {number}")
         model.model.norm.register_forward_pre_hook(lambda *_: self.begin("logits and loss"))
@@ -210,7 +226,7 @@ class Peaks:
 
     def begin(self, moment: str) -> None:
         """End a moment and begin another."""
-        counts: dict[Any, dict[Any, int]] = self._tracker.get_tracker_snapshot("peak")
+        counts: dict[Any, dict[Any, int]] = self.tracker.get_tracker_snapshot("peak")
         for counted in counts.values():
             named = dict.fromkeys(NAMES.values(), 0)
             for kind, size in counted.items():
@@ -218,7 +234,7 @@ class Peaks:
                     named[NAMES[kind.value]] += size
             before = self.counted.get(self._moment, {})
             self.counted[self._moment] = max(before, named, key=lambda sizes: sum(sizes.values()))
-        self._tracker._peak_mem.clear()  # the new moment has a peak of its own
+        self.tracker._peak_mem.clear()  # the new moment has a peak of its own
         self._moment = moment
 
     def _at_gradient_of(self, part: nn.Module, moment: str) -> None:

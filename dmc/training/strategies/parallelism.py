@@ -33,6 +33,7 @@ from dmc.training.checkpoints import (
     weights_of,
 )
 from dmc.training.config import Precision, RunConfig
+from dmc.training.teacher import cast_products
 
 
 class Parallelism:
@@ -87,7 +88,13 @@ class Parallelism:
         """Divide it as the model, or bring it to the device: Lightning does not know it."""
         self.parallelize(model, path)
         if not self.holds_parts:
+            self.cast_teacher(model)
             model.to(self.root_device)
+
+    def cast_teacher(self, model: Any) -> None:
+        """Let a teacher that is whole on each rank have its products' weights in the dtype they are computed in."""
+        if self.precision == "bf16-mixed" and not self.holds_parts:
+            cast_products(model, torch.bfloat16)
 
     def revision_of(self, path: str) -> str | None:
         """Hub revision of a model: the run's where it is the model that the run starts from."""
