@@ -1,7 +1,7 @@
 """Masked attention in blocks of rows by matrix products: any device, any dtype, and what a CPU runs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ class BlockedAttention(torch.autograd.Function):
             query, grad_rows, key = block.of_rows(operands.query), block.of_rows(grad), block.keys()
             probabilities = block.probabilities(key)
             block.add(torch.bmm(probabilities.mT, grad_rows), by_value, by_recent_value)
-            scores = torch.bmm(grad_rows, block.values().mT)
+            scores = torch.bmm(grad_rows, block.values().mT, out=operands.scratch(1, probabilities.shape))
             if by_sink is not None:
                 shares = (1 - probabilities.sum(-1)) * (probabilities * scores).sum(-1)  # of the column, as below
                 by_sink[block.heads] -= shares.unflatten(1, (-1, grad.shape[2])).sum(1)
-            scores = torch._softmax_backward_data(scores, probabilities, -1, scores.dtype)
+            torch._softmax_backward_data(scores, probabilities, -1, scores.dtype, grad_input=scores)
             block.add(torch.bmm(scores.mT, query), by_key, by_recent_key)
             by_query[block.heads, block.rows] = torch.bmm(scores, key).unflatten(1, (-1, grad.shape[2]))
             if by_bias is not None:
@@ -94,6 +94,7 @@ class _Operands:
         self.lag, self.near = delay if recent_key is not None else 0, delay + keep_top
         self.query = self.rows_of(query)
         self.query *= scaling
+        self._scratch = [self.query.new_empty(0) for _ in range(2)]
         self.key, self.value = self._flat(key), self._flat(value)
         self.recent_key, self.recent_value, self.bias = (
             None if tensor is None else self._flat(tensor) for tensor in (recent_key, recent_value, log_keep)
@@ -107,6 +108,18 @@ class _Operands:
         if hidden is not None:
             padding = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, MASKED)
             self.padding = padding.repeat_interleave(self.kv_heads, dim=0)
+
+    def scratch(self, index: int, shape: Sequence[int]) -> Tensor:
+        """Return memory for a block's scores, always the same: fresh pages from the system cost as much as a product.
+
+        Args:
+            index: which of two.
+            shape: of the scores.
+        """
+        size = math.prod(shape)
+        if self._scratch[index].numel() < size:
+            self._scratch[index] = self.query.new_empty(size)
+        return self._scratch[index][:size].view(shape)
 
     def _flat(self, states: Tensor) -> Tensor:
         return states.to(self.dtype).flatten(0, 1).contiguous()
@@ -208,7 +221,8 @@ class _Block:
     def probabilities(self, key: Tensor) -> Tensor:
         """Return the attention of the block's rows to its columns, [heads, rows * group, columns]."""
         operands, stream = self.operands, self.stream
-        joined = torch.bmm(self.of_rows(operands.query), key.mT)
+        query = self.of_rows(operands.query)
+        joined = torch.bmm(query, key.mT, out=operands.scratch(0, (*query.shape[:2], key.shape[1])))
         scores = joined.unflatten(1, (self.rows.stop - self.rows.start, -1))
         if operands.bias is not None:
             full, part, has_bias = self._biased()
