@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 MASKED = -1e30
 """Stands for -inf among biases: a row that sees nothing is no NaN before it is set to 0."""
-_ROWS, _LONG = (64, 128), 1536
+_ROWS, _LONG = (64, 128), 384
 """Query rows of one KV head in a block, of short sequences and of longer ones than this: more give faster matrix
 products, fewer waste less beside the diagonal."""
 _SCORES = {"cpu": 1 << 19}
