@@ -42,7 +42,7 @@ class BlockedAttention(torch.autograd.Function):
         operands = _Operands(sinks, *inputs)
         out = torch.empty_like(operands.query)
         for block in operands.blocks():
-            block.store(block.by_part(block.probabilities(), "value"), out)
+            block.store(block.by_part(operands.narrow(block.probabilities()), "value"), out)
         return operands.sighted(operands.heads_of(out))
 
     @staticmethod
@@ -59,15 +59,16 @@ class BlockedAttention(torch.autograd.Function):
         for block in operands.blocks():
             query, grad_rows = block.of_rows(operands.query), block.of_rows(grad)
             probabilities = block.probabilities()
-            block.add_by_part(probabilities, grad_rows, "value_grad")
+            block.add_by_part(operands.narrow(probabilities), grad_rows, "value_grad")
             scores = block.of_columns(grad_rows, "value", 1)
             if by_sink is not None:
                 shares = (1 - probabilities.sum(-1)) * (probabilities * scores).sum(-1)  # of the column, as below
                 by_sink[block.heads] -= shares.unflatten(1, (-1, grad.shape[2])).sum(1)
             torch._softmax_backward_data(scores, probabilities, -1, scores.dtype, grad_input=scores)
+            block.add_bias(scores)
+            scores = operands.narrow(scores)
             block.add_by_part(scores, query, "key_grad")
             block.store(block.by_part(scores, "key"), by_query)
-            block.add_bias(scores)
         by_query = operands.heads_of(by_query.mul_(ctx.form[0]))
         if by_sink is not None:
             by_sink = by_sink.unflatten(0, (operands.batch, -1)).sum(0).flatten().to(sinks.dtype)
@@ -87,6 +88,7 @@ class _States:
 
     def __init__(self, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
         self.key, self.value, self.bias = key, value, bias
+        self.narrow = {"key": key, "value": value}
 
     def prepare_gradients(self) -> None:
         self.key_grad, self.value_grad = torch.zeros_like(self.key), torch.zeros_like(self.value)
@@ -104,8 +106,8 @@ class _Kept(_States):
         heads, time = keep.shape
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         self.index = (order + torch.arange(0, heads * time, time, device=order.device)[:, None]).flatten()
-        key, value, bias = (self._gather(tensor) for tensor in (states.key, states.value, states.bias))
-        super().__init__(key, value, bias)
+        assert states.bias is not None
+        super().__init__(*(self._gather(tensor) for tensor in (states.key, states.value, states.bias)))
         self.places = torch.where(torch.arange(most, device=keep.device) < keep.sum(1, keepdim=True), order, time)
         self.counts = torch.nn.functional.pad(keep.cumsum(1), (1, 0)).cpu().numpy()
 
@@ -161,6 +163,10 @@ class _Operands:
             self.padding = padding.repeat_interleave(self.kv_heads, dim=0)
         self.kept = None if bias is None or skip_below is None else self._gathered(bias > skip_below)
         self._scratch = [self.query.new_empty(0) for _ in range(2)]
+        self._narrow_scratch = self.query.new_empty(0)
+        self.narrow_dtype = query.dtype if _multiplies_fast(query) else self.dtype
+        for states in self.all_states:
+            states.narrow = {name: getattr(states, name).to(self.narrow_dtype) for name in ("key", "value")}
 
     def _gathered(self, keep: Tensor) -> _Kept | None:
         if self.padding is not None:
@@ -191,6 +197,17 @@ class _Operands:
         if self._scratch[index].numel() < size:
             self._scratch[index] = self.query.new_empty(size)
         return self._scratch[index][:size].view(shape)
+
+    def narrow(self, scores: Tensor) -> Tensor:
+        """Round weights or their gradients to the dtype of products, in scratch memory where it is another.
+
+        Scores are products in float32, of which bfloat16 has too few bits.
+        """
+        if scores.dtype == self.narrow_dtype:
+            return scores
+        if self._narrow_scratch.numel() < scores.numel():
+            self._narrow_scratch = scores.new_empty(scores.numel(), dtype=self.narrow_dtype)
+        return self._narrow_scratch[: scores.numel()].view(scores.shape).copy_(scores)
 
     def _flat(self, states: Tensor) -> Tensor:
         return states.to(self.dtype).flatten(0, 1).contiguous()
@@ -346,17 +363,17 @@ class _Block:
         """Multiply [heads, rows * group, columns] with the keys or values of the columns."""
         total = None
         for states, places, columns in self.parts:
-            operand = getattr(states, name)[self.heads, places]
-            part = scores[..., columns]
-            total = torch.bmm(part, operand) if total is None else torch.baddbmm(total, part, operand, out=total)
+            part, operand = scores[..., columns], states.narrow[name][self.heads, places]
+            total = _add_product(total, part, operand, self.operands.dtype)
         assert total is not None  # a row sees its own key
         return total
 
     def add_by_part(self, scores: Tensor, rows: Tensor, name: str) -> None:
         """Add the products of [heads, rows * group, columns] with the rows to the columns' gradients."""
+        rows = rows.to(scores.dtype)
         for states, places, columns in self.parts:
             total = getattr(states, name)[self.heads, places]
-            torch.baddbmm(total, scores[..., columns].mT, rows, out=total)
+            _add_product(total, scores[..., columns].mT, rows, self.operands.dtype)
 
     def probabilities(self) -> Tensor:
         """Return the attention of the block's rows to its columns, [heads, rows * group, columns]."""
@@ -426,3 +443,15 @@ class _Block:
                 of_stream[:, :full] += scores[..., start : start + full].sum(1)
             part = scores[..., start + full : start + some].unflatten(1, (self.rows.stop - self.rows.start, -1))
             of_stream[:, full:some] += part.masked_fill(~has_bias, 0).sum((1, 2))
+
+
+def _multiplies_fast(query: Tensor) -> bool:
+    """Whether a CPU multiplies matrices of the given dtype faster than in float32."""
+    return query.dtype == torch.bfloat16 and query.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the product of two batches of matrices to `total`, of a dtype that may be wider than theirs."""
+    if total is None:
+        return torch.bmm(left, right).to(dtype)
+    return torch.baddbmm(total, left, right, out=total) if left.dtype == dtype else total.add_(torch.bmm(left, right))
