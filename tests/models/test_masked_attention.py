@@ -447,9 +447,12 @@ CASES = {
     "one key": (0, True, "", {"time": 1}),
     "no head shares": (5, True, "", {"time": 20, "kv_heads": 2}),
     "channels": (5, True, "", {"time": 20, "channels": 16}),
+    "merge, most keys skipped": (0, True, "skipped", {"time": 70, "kv_heads": 2}),
+    "merge, delayed, keys skipped": (20, True, "documents, padding, sinks, skipped", {"time": 53}),
+    "drop, keys skipped": (5, False, "documents, padding, skipped", {"time": 53}),
 }
 INTERPRETED_FORMS = [(0, True), (5, True), (20, True), (300, True), (1, False), (20, False)]
-OTHERS = ("", "sinks", "padding", "documents, padding, sinks")
+OTHERS = ("", "sinks", "padding", "documents, padding, sinks", "skipped", "documents, padding, sinks, skipped")
 
 
 def compare_kernels(delay, keep_top, others, changes):
@@ -459,6 +462,8 @@ def compare_kernels(delay, keep_top, others, changes):
     if "documents" in others:
         options["documents"] = packed(time, *([16, 17, 30], [21])[:rows])
         wanted["first"] = options["documents"].first
+    if "skipped" in others:
+        tensors[-1] = thresholded(tensors[-1])
     if "padding" in others:
         options["hidden"] = wanted["hidden"] = torch.zeros(rows, time, dtype=torch.bool)
         options["hidden"][0, 12:17] = options["hidden"][rows - 1, :9] = True

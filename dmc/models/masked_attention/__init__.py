@@ -191,10 +191,10 @@ def _attend(
     dtype = _product_dtype(query)
     states = [None if tensor is None else tensor.to(dtype) for tensor in (query, key, value, recent_key, recent_value)]
     bounds = (None, None) if documents is None else (documents.first, documents.end)
-    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, scaling, delay, keep_top, window)
+    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, scaling, delay, keep_top, window, skip_below)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
         if not _runs_fused(query, dtype):
-            return BlockedAttention.apply(sinks, *operands, skip_below)
+            return BlockedAttention.apply(sinks, *operands)
         bias = None if log_keep is None else log_keep.float()
         given = (*operands[:3], bias, *operands[4:])
         return fused_attention(*given)[0] if sinks is None else FusedWithSinks.apply(sinks, *given)
