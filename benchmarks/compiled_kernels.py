@@ -190,16 +190,17 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def launch_training(dtype: torch.dtype, head_dim: int) -> None:
-    """Launch the kernels of training's attention: one range of keys, two with documents and padding, a window."""
+    """Launch the kernels of training's attention: one range of keys, two with documents and padding, a window, keys skipped."""
     shapes = [(GROUP * KV_HEADS,), *[(KV_HEADS,)] * 4]
     states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
     log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))
     hidden, first = torch.empty(BATCH, LENGTH, dtype=torch.bool), torch.empty(BATCH, LENGTH, dtype=torch.int32)
     plain, full = (log_keep, None, None, None, None, None), (log_keep, *states[3:], hidden, first, first)
     with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
-        for others, delay, window in ((plain, 0, None), (full, DELAY, None), ((None,) * 6, 0, LENGTH // 2)):
-            fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True, window)
-            result = (states[0], log_sum_exp, 0.1, delay, True, window)
+        forms = [(plain, 0, None), (full, DELAY, None), ((None,) * 6, 0, LENGTH // 2)]
+        for others, delay, window, skip_below in [*((*form, None) for form in forms), (plain, 0, None, -30.0)]:
+            fused.fused_attention._init_fn(*states[:3], *others, 0.1, delay, True, window, skip_below)
+            result = (states[0], log_sum_exp, 0.1, delay, True, window, skip_below)
             fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)
 
 

@@ -9,6 +9,7 @@ Shape legend, used everywhere in `dmc`:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -149,6 +150,9 @@ class GateMode:
     compressed_heads: tuple[tuple[int, int], ...] | None = None
     """(layer, KV head) pairs that merge (or drop) every token they can, while all other heads append; None: the gates
     decide. Not supported where the heads of a layer are sharded."""
+    skip_below: float | None = -math.inf
+    """Tokens whose log(1 - alpha) is at most this may be left out of attention: -inf, exactly those that no query sees;
+    None: none is."""
 
 
 @dataclass

@@ -221,7 +221,8 @@ class CompressedAttentionMixin(nn.Module):
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, gated)
             hidden = None if padding_mask is None else ~padding_mask
-            attended = self.attend_parallel(gated, value, rotary, hidden, documents, sinks)
+            skip_below = THRESHOLDED.skip_below if mode is None else mode.skip_below
+            attended = self.attend_parallel(gated, value, rotary, hidden, documents, sinks, skip_below)
         attended = context_ranks.all_to_all(attended, 2, 1)
         output = attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         if output_gate is not None:
@@ -283,6 +284,7 @@ class CompressedAttentionMixin(nn.Module):
         hidden: Tensor | None,
         documents: Documents | None,
         sinks: Tensor | None,
+        skip_below: float | None = THRESHOLDED.skip_below,
     ) -> Tensor:
         """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible.
 
@@ -293,6 +295,7 @@ class CompressedAttentionMixin(nn.Module):
             hidden: True for keys that no query sees, [B, T]; None: there are none.
             documents: bounds of documents; None: a sequence is one.
             sinks: of this rank's heads, [H_q]; None: there are none.
+            skip_below: of `GateMode`.
         Returns:
             [B, H_q, T, D].
         """
@@ -315,6 +318,7 @@ class CompressedAttentionMixin(nn.Module):
             hidden=hidden,
             documents=documents,
             sinks=sinks,
+            skip_below=skip_below,
         )
 
 

@@ -240,7 +240,11 @@ class RetrofitModule(LightningModule):
         if state.neuron_multiplier is not None:
             return GateMode(neuron_multiplier=state.neuron_multiplier)
         # A sample's noise follows its place in the global order of draws, whatever the batch.
-        return GateMode(noise_seeds=noise_seeds(self.config.seed, positions), fixed_ratio=state.target_ratio)
+        return GateMode(
+            noise_seeds=noise_seeds(self.config.seed, positions),
+            fixed_ratio=state.target_ratio,
+            skip_below=self.config.training.skip_below,
+        )
 
     def _ratio_loss(
         self, trace: GateTrace, state: StepState, token_mask: Tensor | None

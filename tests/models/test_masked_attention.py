@@ -447,9 +447,12 @@ CASES = {
     "one key": (0, True, "", {"time": 1}),
     "no head shares": (5, True, "", {"time": 20, "kv_heads": 2}),
     "channels": (5, True, "", {"time": 20, "channels": 16}),
+    "merge, most keys skipped": (0, True, "skipped", {"time": 70, "kv_heads": 2}),
+    "merge, delayed, keys skipped": (20, True, "documents, padding, sinks, skipped", {"time": 53}),
+    "drop, keys skipped": (5, False, "documents, padding, skipped", {"time": 53}),
 }
 INTERPRETED_FORMS = [(0, True), (5, True), (20, True), (300, True), (1, False), (20, False)]
-OTHERS = ("", "sinks", "padding", "documents, padding, sinks")
+OTHERS = ("", "sinks", "padding", "documents, padding, sinks", "skipped", "documents, padding, sinks, skipped")
 
 
 def compare_kernels(delay, keep_top, others, changes):
@@ -459,6 +462,8 @@ def compare_kernels(delay, keep_top, others, changes):
     if "documents" in others:
         options["documents"] = packed(time, *([16, 17, 30], [21])[:rows])
         wanted["first"] = options["documents"].first
+    if "skipped" in others:
+        tensors[-1] = thresholded(tensors[-1])
     if "padding" in others:
         options["hidden"] = wanted["hidden"] = torch.zeros(rows, time, dtype=torch.bool)
         options["hidden"][0, 12:17] = options["hidden"][rows - 1, :9] = True
@@ -520,3 +525,70 @@ def test_kernels_need_no_bias(interpreter):
     out = causal_attention(tensors[0], tensors[3], tensors[4], SCALING, documents)
     expected = naive_of_one_stream([*tensors[:5], torch.zeros_like(tensors[5])], 0, True, first=documents.first)
     compare(tensors, out, expected)
+
+
+def thresholded(log_keep, share=0.7, low=-math.inf):
+    """Return biases as thresholded decisions have them: `low` for a share of the keys, else what was drawn."""
+    generator = torch.Generator().manual_seed(7)
+    skipped = torch.rand(log_keep.shape, generator=generator) < share
+    return log_keep.detach().masked_fill(skipped, low).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("delay", "keep_top"), [(0, True), (1, False), (4, True), (16, False), (64, True), (300, False)]
+)
+def test_keys_that_nobody_sees_are_left_out_exactly(delay, keep_top, dtype):
+    tensors = draw(200, heads=6, kv_heads=2, dtype=dtype)
+    tensors[5] = thresholded(tensors[5])
+    compare(tensors, attend(tensors, delay, keep_top), naive(tensors, delay, keep_top), tolerance=1e-5)
+    whole = attend(tensors, delay, keep_top, skip_below=None)
+    compare(tensors, attend(tensors, delay, keep_top), whole, tolerance=1e-5)
+    found = attend_to_one_stream(tensors, delay, keep_top)
+    compare(tensors, found, naive_of_one_stream(tensors, delay, keep_top), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "delay", "keep_top"), cover((1 << 19, 1 << 10), (0, 4, 16, 64), (True, False), allowed=is_form)
+)
+def test_keys_are_left_out_of_their_own_document(monkeypatch, scores, delay, keep_top):
+    monkeypatch.setitem(blocked._SCORES, "cpu", scores)
+    tensors = draw(150)
+    tensors[5] = thresholded(tensors[5])
+    documents, sinks = (
+        packed(150, (0, 1, 33, 64, 65, 140), (97,)),
+        torch.randn(4, dtype=torch.float64, requires_grad=True),
+    )
+    hidden = torch.zeros(2, 150, dtype=torch.bool)
+    hidden[0, 70:90] = hidden[1, :40] = True
+    options = {"hidden": hidden}
+    out = attend(tensors, delay, keep_top, documents=documents, **options)
+    compare(tensors, out, naive(tensors, delay, keep_top, first=documents.first, **options))
+    if delay:
+        out = attend(tensors, delay, keep_top, sinks=sinks, documents=documents)
+        compare([*tensors, sinks], out, naive(tensors, delay, keep_top, first=documents.first, sinks=sinks))
+
+
+def test_heads_may_keep_any_number_of_keys():
+    tensors = draw(200)
+    log_keep = tensors[5].detach().clone()
+    log_keep[0, 0], log_keep[0, 1, 50:], log_keep[1, 0, :150] = -math.inf, -math.inf, -math.inf
+    tensors[5] = log_keep.requires_grad_()
+    compare(tensors, attend(tensors, 0, True), naive(tensors, 0, True))
+
+
+def test_what_training_leaves_out_changes_weights_by_less_than_its_bound():
+    low, scale = -30.0, 4.0  # scores of some 10 and more
+    tensors = draw(200, channels=32)
+    with torch.no_grad():
+        tensors[0].mul_(scale)
+    tensors[5] = thresholded(tensors[5], low=low)
+    key = tensors[3].repeat_interleave(2, 1)
+    scores = SCALING * tensors[0] @ key.mT
+    gap = (scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]).tril().max()
+    bound = 2 * 200 * math.exp(low + gap) * max(tensor.detach().abs().max() for tensor in tensors[:5]) ** 3
+    whole, found = (attend(tensors, 0, True, skip_below=below) for below in (None, low))
+    assert gap > 10
+    assert 0 < (found - whole).abs().max() < bound
+    for got, want in zip(*(torch.autograd.grad(out.sum(), tensors[3:]) for out in (found, whole)), strict=False):
+        assert (got - want).abs().max() < 200 * bound

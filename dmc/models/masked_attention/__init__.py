@@ -1,5 +1,6 @@
 """Causal attention over a compressed cache, as every position sees it, in parallel and without a T x T mask."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +46,7 @@ def masked_attention(
     *,
     hidden: Tensor | None = None,
     documents: Documents | None = None,
+    skip_below: float | None = -math.inf,
 ) -> Tensor:
     """Attend causally with a bias per key on all but the diagonal (DMC, arXiv:2403.09636, section 3.2 and appendix G).
 
@@ -59,12 +61,16 @@ def masked_attention(
         hidden: True at padding, which no query may see, [batch, time]. Rows that see nothing are 0, and so are their
             gradients.
         documents: a query sees keys of its own document alone; None: a sequence is one.
+        skip_below: keys whose log_keep is at most this may be left out where they have it, forwards and backwards:
+            exact for -inf. Of a lower bound c, a row's weights change by less than the number of its keys times
+            exp(c + s), s the most that a score is above that of the row's own key. None: none is.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in query, key, value, log_keep.
     Raises:
         ValueError: shapes that do not belong together.
     """
-    return _attend(query, key, value, log_keep, None, None, hidden, documents, scaling, 0, True)
+    given = (query, key, value, log_keep, None, None, hidden, documents)
+    return _attend(*given, scaling, 0, True, skip_below=skip_below)
 
 
 def delayed_masked_attention(
@@ -81,6 +87,7 @@ def delayed_masked_attention(
     hidden: Tensor | None = None,
     documents: Documents | None = None,
     sinks: Tensor | None = None,
+    skip_below: float | None = -math.inf,
 ) -> Tensor:
     """Attend to the newest `delay` tokens raw and to the compressed stream of the tokens before, in one softmax.
 
@@ -102,6 +109,7 @@ def delayed_masked_attention(
         hidden: as in `masked_attention`.
         documents: as in `masked_attention`.
         sinks: logit of each head that its softmax counts beside the keys', [heads]; None: there is none.
+        skip_below: as in `masked_attention`.
     Returns:
         [batch, heads, time, head_dim] in query's dtype or autocast's, differentiable in all tensors but hidden.
     Raises:
@@ -114,7 +122,7 @@ def delayed_masked_attention(
         )
     recent = (recent_key, recent_value) if delay else (None, None)
     given = (query, stream_key, stream_value, log_keep, *recent, hidden, documents)
-    return _attend(*given, scaling, delay, keep_top, sinks=sinks)
+    return _attend(*given, scaling, delay, keep_top, sinks=sinks, skip_below=skip_below)
 
 
 def causal_attention(
@@ -177,13 +185,13 @@ def window_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, recent_key: Tensor | None,
     recent_value: Tensor | None, hidden: Tensor | None, documents: Documents | None, scaling: float, delay: int,
-    keep_top: bool, window: int | None = None, sinks: Tensor | None = None,
+    keep_top: bool, window: int | None = None, sinks: Tensor | None = None, skip_below: float | None = None,
 ) -> Tensor:  # fmt: skip
     _check_shapes(query, (key, value), log_keep, (recent_key, recent_value), hidden, documents)
     dtype = _product_dtype(query)
     states = [None if tensor is None else tensor.to(dtype) for tensor in (query, key, value, recent_key, recent_value)]
     bounds = (None, None) if documents is None else (documents.first, documents.end)
-    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, scaling, delay, keep_top, window)
+    operands = (*states[:3], log_keep, *states[3:], hidden, *bounds, scaling, delay, keep_top, window, skip_below)
     with torch.autocast(query.device.type, enabled=False):  # each product chooses its own dtype
         if not _runs_fused(query, dtype):
             return BlockedAttention.apply(sinks, *operands)

@@ -35,6 +35,7 @@ def fused_attention(
     delay: int,
     keep_top: bool,
     window: int | None,
+    skip_below: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, see `delayed_masked_attention` and `window_attention`.
 
@@ -52,6 +53,7 @@ def fused_attention(
         delay: newest tokens without a bias.
         keep_top: whether the token before those has none either.
         window: newest tokens of the stream that a query sees, with delay=0; None: all.
+        skip_below: keys whose bias is at most this are left out where they have it; None: none is.
     Returns:
         The output, laid out in memory as [B, T, H_q, D], and the rows' log-sum-exps to base 2, float32 [B, H_q, T]:
         +inf where a row sees nothing.
@@ -61,12 +63,13 @@ def fused_attention(
     query, key, value = _rows(query), _rows(key), _rows(value)
     recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
     out, log_sum_exp = _shapes_of_forward(query)
+    kept_key, kept_value, bias, places, counts = _kept(key, value, log_keep, hidden, skip_below)
     sizes = _sizes("forward", query, key)
     with torch.cuda.device_of(query):
         forward_kernel[_grid(query, sizes["ROWS"])](
-            query, key, value, _contiguous(log_keep), *(recent or (None, None)), _contiguous(hidden),
-            _contiguous(first), out, log_sum_exp,
-            *_strides(query, key, value, *(recent or (key, value)), out),
+            query, key, value, bias, *(recent or (None, None)), kept_key, kept_value, places, counts,
+            _contiguous(hidden), _contiguous(first), out, log_sum_exp,
+            *_strides(query, key, value, *(recent or (key, value)), *_or(kept_key, kept_value, key, value), out),
             query.shape[2], scaling * _LOG2_E,
             *_range(recent is not None, log_keep is not None, delay, keep_top, window), **sizes,
         )  # fmt: skip
@@ -91,13 +94,15 @@ def fused_attention_backward(
     delay: int,
     keep_top: bool,
     window: int | None,
+    skip_below: float | None = None,
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, and of log_keep, recent_key and recent_value where they are given."""
     from dmc.models.masked_attention.kernels import key_gradient_kernel, query_gradient_kernel
 
     grad, query, key, value = _rows(grad), _rows(query), _rows(key), _rows(value)
     recent = None if recent_key is None or recent_value is None else (_rows(recent_key), _rows(recent_value))
-    log_keep, hidden, first, end = (_contiguous(tensor) for tensor in (log_keep, hidden, first, end))
+    hidden, first, end = (_contiguous(tensor) for tensor in (hidden, first, end))
+    kept_key, kept_value, bias, places, counts = _kept(key, value, log_keep, hidden, skip_below)
     gradients = _shapes_of_backward(query, key, value, log_keep, recent)
     query_grad, key_grad, value_grad, *others = gradients
     bias_grad = None if log_keep is None else others[0]
@@ -106,17 +111,28 @@ def fused_attention_backward(
     sizes = _sizes("query_gradient", query, key)
     with torch.cuda.device_of(query):
         query_gradient_kernel[_grid(query, sizes["ROWS"])](
-            query, key, value, log_keep, *(recent or (None, None)), hidden, first, out, grad, log_sum_exp, delta,
-            query_grad, *_strides(query, key, value, *(recent or (key, value)), out, grad, query_grad),
+            query, key, value, bias, *(recent or (None, None)), kept_key, kept_value, places, counts, hidden, first,
+            out, grad, log_sum_exp, delta, query_grad,
+            *_strides(query, key, value, *(recent or (key, value)), *_or(kept_key, kept_value, key, value)),
+            *_strides(out, grad, query_grad),
             time, scaling * _LOG2_E, *ranges, **sizes,
         )  # fmt: skip
         sizes = _sizes("key_gradient", query, key)
-        of_stream = (key, value, log_keep, key_grad, value_grad, bias_grad), ranges
-        of_recent = (*(recent or ()), None, *others[-2:], None), (0, delay, 0)
-        for (keys, values, bias, *to), its_range in (of_stream, of_recent)[: 1 + (recent is not None)]:
+        launches: list[tuple[Any, Any, tuple[int, int | None, int]]]
+        launches = [((key, value, bias, None), (key_grad, value_grad, bias_grad), ranges)]
+        if kept_key is not None and bias_grad is not None:  # first without biases, then these keys with theirs
+            bias_grad.zero_()
+            lag, _, near = ranges
+            launches = [
+                ((key, value, None, None), (key_grad, value_grad, None), (lag, near, lag)),
+                ((kept_key, kept_value, bias, places), (key_grad, value_grad, bias_grad), (near, None, near)),
+            ]
+        if recent is not None:
+            launches.append(((*recent, None, None), (*others[-2:], None), (0, delay, 0)))
+        for (keys, values, *of_keys), to, its_range in launches:
             strides = _strides(query, keys, values, grad, *to[:2])
             key_gradient_kernel[_grid(key, sizes["KEYS"])](
-                query, keys, values, bias, hidden, first, end, grad, log_sum_exp, delta, *to, *strides,
+                query, keys, values, *of_keys, hidden, first, end, grad, log_sum_exp, delta, *to, *strides,
                 time, scaling * _LOG2_E, *its_range, **sizes,
             )  # fmt: skip
     return gradients
@@ -149,7 +165,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window = inputs
+    *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window, ctx.skip_below = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -157,10 +173,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, out, log_sum_exp = ctx.saved_tensors
-    options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window
+    options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window, ctx.skip_below
     query, key, value, *others = fused_attention_backward(grad, *tensors, out, log_sum_exp, *options)
     of_bias = None if tensors[3] is None else others.pop(0)
-    return query, key, value, of_bias, *(others or (None, None)), *[None] * 7
+    return query, key, value, of_bias, *(others or (None, None)), *[None] * 8
 
 
 fused_attention.register_autograd(_differentiate, setup_context=_save)
@@ -180,7 +196,7 @@ class FusedWithSinks(torch.autograd.Function):
         total = torch.logaddexp2(log_sum_exp, _column(sinks))
         share = torch.exp2(log_sum_exp - total).nan_to_num(0.0)  # infinite where a row sees nothing
         out = (out * share[..., None]).to(out.dtype)
-        *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window = inputs
+        *tensors, ctx.scaling, ctx.delay, ctx.keep_top, ctx.window, ctx.skip_below = inputs
         ctx.save_for_backward(sinks, *tensors, out, total)
         return out
 
@@ -189,12 +205,12 @@ class FusedWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s inputs."""
         sinks, *tensors, out, total = ctx.saved_tensors
-        options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window
+        options = ctx.scaling, ctx.delay, ctx.keep_top, ctx.window, ctx.skip_below
         query, key, value, *others = fused_attention_backward(grad, *tensors, out, total, *options)
         of_bias = None if tensors[3] is None else others.pop(0)
         deltas = (out.float() * grad.float()).sum(-1)
         of_sinks = -(torch.exp2(_column(sinks) - total) * deltas).sum((0, 2)).to(sinks.dtype)
-        return of_sinks, query, key, value, of_bias, *(others or (None, None)), *[None] * 7
+        return of_sinks, query, key, value, of_bias, *(others or (None, None)), *[None] * 8
 
 
 def _column(sinks: Tensor) -> Tensor:
@@ -204,13 +220,13 @@ def _column(sinks: Tensor) -> Tensor:
 @register_flop_formula(torch.ops.dmc.masked_attention)
 def _(query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
     """Count all scores, as torch does for its own causal attention, or those of a window."""
-    keys = _seen(query, key, others[-1])
+    keys = _seen(query, key, others[-2])
     return sdpa_flop_count(query, keys, keys)
 
 
 @register_flop_formula(torch.ops.dmc.masked_attention_backward)
 def _(grad: Any, query: Any, key: Any, value: Any, *others: Any, **__: Any) -> int:
-    keys = _seen(query, key, others[-1])
+    keys = _seen(query, key, others[-2])
     return sdpa_backward_flop_count(grad, query, keys, keys)
 
 
@@ -225,6 +241,35 @@ def _range(
     """Return from which distance on a key of the stream is seen, up to which, and from which on it has its bias."""
     lag = delay if has_recent else 0
     return lag, window, delay + keep_top if has_bias else lag
+
+
+def _kept(
+    key: Tensor, value: Tensor, log_keep: Tensor | None, hidden: Tensor | None, skip_below: float | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gather the keys that count, in their order, without a read of their number.
+
+    Returns:
+        Keys and values [B, H, T, D] and biases [B, H, T], those kept first; where each was, int32 [B, H, T], T behind
+        the last; how many there are before each place, int32 [B, H, T + 1]. None, None, log_keep, None, None: all are.
+    """
+    if log_keep is None or skip_below is None:
+        return None, None, _contiguous(log_keep), None, None
+    keep, time = log_keep > skip_below, key.shape[2]
+    if hidden is not None:
+        keep = keep & ~hidden[:, None]
+    counts = torch.nn.functional.pad(keep.cumsum(-1), (1, 0))
+    slots = torch.where(keep, counts[..., :-1], time)
+    places = torch.full_like(counts, time)
+    places.scatter_(-1, slots, torch.arange(time, device=key.device).expand_as(slots))
+    places = places[..., :-1]  # without the one that all others were written to
+    index = places.clamp(max=time - 1)
+    of_states = index[..., None].expand(*index.shape, key.shape[-1])
+    kept = (key.gather(2, of_states), value.gather(2, of_states), log_keep.gather(2, index).contiguous())
+    return *kept, places.int().contiguous(), counts.int()
+
+
+def _or(kept_key: Tensor | None, kept_value: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return (key, value) if kept_key is None or kept_value is None else (kept_key, kept_value)
 
 
 def _rows(states: Tensor) -> Tensor:

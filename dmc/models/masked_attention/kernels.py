@@ -3,6 +3,8 @@
 Row i sees key j of a range where lag <= i - j < window and j lies in i's document; its bias counts where i - j >= near.
 Each range of a block of rows (or keys) is walked in two loops: blocks all of whose scores count alike need no mask, the
 others do, and what no row of the block sees is left out. Scores are in powers of two; sums are float32.
+Where keys that add nothing are left out, those kept are a range of their own, gathered: `places` tells where each was,
+`time` behind the last, and `counts` how many there are before each place. The stream then has the keys without a bias.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ def forward_kernel(
     bias,
     recent_key,
     recent_value,
+    kept_key,
+    kept_value,
+    places,
+    counts,
     hidden,
     first,
     out,
@@ -30,6 +36,8 @@ def forward_kernel(
     value_strides,
     recent_key_strides,
     recent_value_strides,
+    kept_key_strides,
+    kept_value_strides,
     out_strides,
     time,
     scaling,
@@ -60,15 +68,27 @@ def forward_kernel(
     kv_head = head // GROUP
     if recent_key is not None:
         peak, total, acc = attend_range(
-            rows, recent_key, recent_value, None, hidden, first, of_document, recent_key_strides, recent_value_strides,
-            batch, kv_head, begin, time, scaling, 0, lag, 0, peak, total, acc,
+            rows, recent_key, recent_value, None, None, None, hidden, first, of_document, recent_key_strides,
+            recent_value_strides, batch, kv_head, begin, time, scaling, 0, lag, 0, peak, total, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
         )  # fmt: skip
-    peak, total, acc = attend_range(
-        rows, key, value, bias, hidden, first, of_document, key_strides, value_strides,
-        batch, kv_head, begin, time, scaling, lag, window, near, peak, total, acc,
-        KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
-    )  # fmt: skip
+    if kept_key is not None:
+        peak, total, acc = attend_range(
+            rows, kept_key, kept_value, bias, places, counts, None, first, of_document, kept_key_strides,
+            kept_value_strides, batch, kv_head, begin, time, scaling, near, None, near, peak, total, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
+        peak, total, acc = attend_range(
+            rows, key, value, None, None, None, hidden, first, of_document, key_strides,
+            value_strides, batch, kv_head, begin, time, scaling, lag, near, lag, peak, total, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
+    else:
+        peak, total, acc = attend_range(
+            rows, key, value, bias, None, None, hidden, first, of_document, key_strides,
+            value_strides, batch, kv_head, begin, time, scaling, lag, window, near, peak, total, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
     acc /= tl.where(total > 0, total, 1.0)[:, None]
     # With +inf the backward gives a row that sees nothing no weight.
     tl.store(log_sum_exp + pair * time + row, tl.where(total > 0, peak + tl.log2(total), float("inf")), mask=exists)
@@ -77,24 +97,26 @@ def forward_kernel(
 
 @triton.jit
 def attend_range(
-    rows, key, value, bias, hidden, first, of_document, key_strides, value_strides,
+    rows, key, value, bias, places, counts, hidden, first, of_document, key_strides, value_strides,
     batch, kv_head, begin, time, scaling, lag, window, near, peak, total, acc,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update the online softmax (peak, total, acc) of a block of rows with one range of keys."""
-    start, full_start, full_stop, stop = key_blocks(first, batch, begin, time, lag, window, near, ROWS, KEYS)
+    start, full_start, full_stop, stop = key_blocks(
+        first, counts, batch, kv_head, begin, time, lag, window, near, KV_HEADS, ROWS, KEYS
+    )
     for index in tl.range(0, full_start - start + stop - full_stop, num_stages=1):
         block = start + index
         block = tl.where(block < full_start, block, block - full_start + full_stop)
         peak, total, acc = attend_block(
-            rows, key, value, bias, hidden, of_document, key_strides, value_strides,
+            rows, key, value, bias, places, hidden, of_document, key_strides, value_strides,
             batch, kv_head, begin, block * KEYS, time, scaling, lag, window, near, peak, total, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION, True,
         )  # fmt: skip
     for block in tl.range(full_start, full_stop):
         peak, total, acc = attend_block(
-            rows, key, value, bias, hidden, of_document, key_strides, value_strides,
+            rows, key, value, bias, places, hidden, of_document, key_strides, value_strides,
             batch, kv_head, begin, block * KEYS, time, scaling, lag, window, near, peak, total, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION, False,
         )  # fmt: skip
@@ -103,22 +125,25 @@ def attend_range(
 
 @triton.jit
 def attend_block(
-    rows, key, value, bias, hidden, of_document, key_strides, value_strides,
+    rows, key, value, bias, places, hidden, of_document, key_strides, value_strides,
     batch, kv_head, begin, place, time, scaling, lag, window, near, peak, total, acc,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update the online softmax (peak, total, acc) of a block of rows with the keys from `place` on."""
     index, channel = tl.arange(0, KEYS), tl.arange(0, CHANNELS)
-    column, exists = place + index, None
+    slot, exists = place + index, None
     if MASKED:
-        exists = column < time
+        exists = slot < time
+    column = slot
+    if MASKED and places is not None:
+        column = load_numbers(places + (batch * KV_HEADS + kv_head) * time + slot, exists, time)
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
     of_key, hides = None, None
     if bias is not None:
-        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[None, :]
+        of_key = load_biases(bias, batch, kv_head, slot, exists, time, KV_HEADS)[None, :]
     if hidden is not None:
         hides = load_hidden(hidden, batch, column, exists, time)[None, :]
     if of_document is not None:
@@ -142,6 +167,10 @@ def query_gradient_kernel(
     bias,
     recent_key,
     recent_value,
+    kept_key,
+    kept_value,
+    places,
+    counts,
     hidden,
     first,
     out,
@@ -154,6 +183,8 @@ def query_gradient_kernel(
     value_strides,
     recent_key_strides,
     recent_value_strides,
+    kept_key_strides,
+    kept_value_strides,
     out_strides,
     grad_strides,
     query_grad_strides,
@@ -190,39 +221,53 @@ def query_gradient_kernel(
     kv_head = head // GROUP
     if recent_key is not None:
         acc = query_gradient_of_range(
-            rows, grads, of_rows, deltas, recent_key, recent_value, None, hidden, first, of_document,
+            rows, grads, of_rows, deltas, recent_key, recent_value, None, None, None, hidden, first, of_document,
             recent_key_strides, recent_value_strides, batch, kv_head, begin, time, scaling, 0, lag, 0, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
         )  # fmt: skip
-    acc = query_gradient_of_range(
-        rows, grads, of_rows, deltas, key, value, bias, hidden, first, of_document,
-        key_strides, value_strides, batch, kv_head, begin, time, scaling, lag, window, near, acc,
-        KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
-    )  # fmt: skip
+    if kept_key is not None:
+        acc = query_gradient_of_range(
+            rows, grads, of_rows, deltas, kept_key, kept_value, bias, places, counts, None, first, of_document,
+            kept_key_strides, kept_value_strides, batch, kv_head, begin, time, scaling, near, None, near, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
+        acc = query_gradient_of_range(
+            rows, grads, of_rows, deltas, key, value, None, None, None, hidden, first, of_document,
+            key_strides, value_strides, batch, kv_head, begin, time, scaling, lag, near, lag, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
+    else:
+        acc = query_gradient_of_range(
+            rows, grads, of_rows, deltas, key, value, bias, None, None, hidden, first, of_document,
+            key_strides, value_strides, batch, kv_head, begin, time, scaling, lag, window, near, acc,
+            KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
     acc *= scaling / LOG2_E
     store_states(query_grad, query_grad_strides, batch, head, begin, index, exists, channel, acc, HEAD_DIM)
 
 
 @triton.jit
 def query_gradient_of_range(
-    rows, grads, of_rows, deltas, key, value, bias, hidden, first, of_document, key_strides, value_strides,
-    batch, kv_head, begin, time, scaling, lag, window, near, acc,
+    rows, grads, of_rows, deltas, key, value, bias, places, counts, hidden, first, of_document, key_strides,
+    value_strides, batch, kv_head, begin, time, scaling, lag, window, near, acc,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to `acc` the gradient of a block of queries by one range of keys."""
-    start, full_start, full_stop, stop = key_blocks(first, batch, begin, time, lag, window, near, ROWS, KEYS)
+    start, full_start, full_stop, stop = key_blocks(
+        first, counts, batch, kv_head, begin, time, lag, window, near, KV_HEADS, ROWS, KEYS
+    )
     for index in tl.range(0, full_start - start + stop - full_stop, num_stages=1):
         block = start + index
         block = tl.where(block < full_start, block, block - full_start + full_stop)
         acc = query_gradient_of_block(
-            rows, grads, of_rows, deltas, key, value, bias, hidden, of_document, key_strides, value_strides,
+            rows, grads, of_rows, deltas, key, value, bias, places, hidden, of_document, key_strides, value_strides,
             batch, kv_head, begin, block * KEYS, time, scaling, lag, window, near, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION, True,
         )  # fmt: skip
     for block in tl.range(full_start, full_stop):
         acc = query_gradient_of_block(
-            rows, grads, of_rows, deltas, key, value, bias, hidden, of_document, key_strides, value_strides,
+            rows, grads, of_rows, deltas, key, value, bias, places, hidden, of_document, key_strides, value_strides,
             batch, kv_head, begin, block * KEYS, time, scaling, lag, window, near, acc,
             KV_HEADS, HEAD_DIM, CHANNELS, ROWS, KEYS, PRECISION, False,
         )  # fmt: skip
@@ -231,22 +276,25 @@ def query_gradient_of_range(
 
 @triton.jit
 def query_gradient_of_block(
-    rows, grads, of_rows, deltas, key, value, bias, hidden, of_document, key_strides, value_strides,
+    rows, grads, of_rows, deltas, key, value, bias, places, hidden, of_document, key_strides, value_strides,
     batch, kv_head, begin, place, time, scaling, lag, window, near, acc,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to `acc` the gradient of a block of queries by the keys from `place` on."""
     index, channel = tl.arange(0, KEYS), tl.arange(0, CHANNELS)
-    column, exists = place + index, None
+    slot, exists = place + index, None
     if MASKED:
-        exists = column < time
+        exists = slot < time
+    column = slot
+    if MASKED and places is not None:
+        column = load_numbers(places + (batch * KV_HEADS + kv_head) * time + slot, exists, time)
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scaling
     distance = (begin + tl.arange(0, ROWS))[:, None] - column[None, :]
     of_key, hides = None, None
     if bias is not None:
-        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[None, :]
+        of_key = load_biases(bias, batch, kv_head, slot, exists, time, KV_HEADS)[None, :]
     if hidden is not None:
         hides = load_hidden(hidden, batch, column, exists, time)[None, :]
     if of_document is not None:
@@ -265,6 +313,7 @@ def key_gradient_kernel(
     key,
     value,
     bias,
+    places,
     hidden,
     first,
     end,
@@ -293,24 +342,31 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradients of one block of keys of one range, their values and biases, by all rows that see them."""
+    """Compute the gradients of one block of keys of one range, their values and biases, by all rows that see them.
+
+    Those of kept keys are added to what is stored at the keys' places, each of which one program has.
+    """
     pair = tl.program_id(1).to(tl.int64)
     batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
     place = tl.program_id(0) * KEYS
     index, channel = tl.arange(0, KEYS), tl.arange(0, CHANNELS)
     column = place + index
     exists = column < time
+    lowest, highest = place, place + KEYS - 1
+    if places is not None:
+        column = tl.load(places + pair * time + column, mask=exists, other=time)
+        lowest, highest = tl.min(column, 0), tl.max(tl.where(column < time, column, 0), 0)
     keys = load_states(key, key_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     values = load_states(value, value_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     of_key, hides = None, None
     if bias is not None:
-        of_key = load_biases(bias, batch, kv_head, column, exists, time, KV_HEADS)[:, None]
+        of_key = load_biases(bias, batch, kv_head, place + index, exists, time, KV_HEADS)[:, None]
     if hidden is not None:
         hides = load_hidden(hidden, batch, column, exists, time)[:, None]
     by_key = tl.zeros((KEYS, CHANNELS), tl.float32)
     by_value = tl.zeros((KEYS, CHANNELS), tl.float32)
     by_bias = tl.zeros((KEYS,), tl.float32)
-    start, full_start, full_stop, stop = row_blocks(end, batch, place, time, lag, window, near, ROWS, KEYS)
+    start, full_start, full_stop, stop = row_blocks(end, batch, lowest, highest, time, lag, window, near, ROWS)
     num_masked, num_full = full_start - start + stop - full_stop, full_stop - full_start
     for step in tl.range(0, num_masked * GROUP, num_stages=1):
         block = start + step % num_masked
@@ -328,6 +384,10 @@ def key_gradient_kernel(
             KV_HEADS * GROUP, HEAD_DIM, CHANNELS, ROWS, PRECISION, False,
         )  # fmt: skip
     by_key *= scaling / LOG2_E
+    if places is not None:
+        place, index, exists = 0, column, column < time
+        by_key += load_states(key_grad, key_grad_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
+        by_value += load_states(value_grad, value_grad_strides, batch, kv_head, place, index, exists, channel, HEAD_DIM)
     store_states(key_grad, key_grad_strides, batch, kv_head, place, index, exists, channel, by_key, HEAD_DIM)
     store_states(value_grad, value_grad_strides, batch, kv_head, place, index, exists, channel, by_value, HEAD_DIM)
     if bias_grad is not None:
@@ -390,7 +450,10 @@ def masked(scores, distance, column, of_document, bias, hides, lag, window, near
 
 
 @triton.jit
-def key_blocks(first, batch, begin, time, lag, window, near, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def key_blocks(
+    first, counts, batch, kv_head, begin, time, lag, window, near,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Find the blocks of keys that a block of rows sees, see `blocks_of`."""
     start, full_start = 0, 0
     if first is not None:
@@ -399,20 +462,26 @@ def key_blocks(first, batch, begin, time, lag, window, near, ROWS: tl.constexpr,
     if window is not None:
         start = tl.maximum(start, begin - window + 1)
         full_start = tl.maximum(full_start, begin + ROWS - window)
-    return blocks_of(start, full_start, begin - near + 1, tl.minimum(begin + ROWS, time) - lag, KEYS)
+    full_stop, stop = begin - near + 1, tl.minimum(begin + ROWS, time) - lag
+    if counts is not None:
+        counts += (batch * KV_HEADS + kv_head) * (time + 1)
+        start, full_start = tl.load(counts + start), tl.load(counts + full_start)
+        full_stop, stop = tl.load(counts + tl.maximum(full_stop, 0)), tl.load(counts + tl.maximum(stop, 0))
+    return blocks_of(start, full_start, full_stop, stop, KEYS)
 
 
 @triton.jit
-def row_blocks(end, batch, place, time, lag, window, near, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Find the blocks of rows that see a block of keys, see `blocks_of`."""
+def row_blocks(end, batch, lowest, highest, time, lag, window, near, ROWS: tl.constexpr):
+    """Find the blocks of rows that see a block of keys between two places, see `blocks_of`."""
     stop, full_stop = time, time
     if end is not None:
-        stop = tl.load(end + batch * time + tl.minimum(place + KEYS, time) - 1)
-        full_stop = tl.load(end + batch * time + place)
+        stop = tl.load(end + batch * time + tl.minimum(highest, time - 1))
+        full_stop = tl.load(end + batch * time + tl.minimum(lowest, time - 1))
     if window is not None:
-        stop = tl.minimum(stop, place + KEYS - 1 + window)
-        full_stop = tl.minimum(full_stop, place + window)
-    return blocks_of(place + lag, place + KEYS - 1 + near, full_stop, stop, ROWS)
+        stop = tl.minimum(stop, highest + window)
+        full_stop = tl.minimum(full_stop, lowest + window)
+    stop = tl.where(lowest < time, stop, 0)
+    return blocks_of(lowest + lag, highest + near, full_stop, stop, ROWS)
 
 
 @triton.jit
