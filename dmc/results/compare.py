@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -37,6 +37,7 @@ from dmc.results.store import FINISHED, Store, check_settings, refuse_other_sett
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
+from dmc.results.tasks.forking import by_prompt
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ LOCKS = ".locks"
 """Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
-SKETCH_RUNS = 4
-"""Runs of neighboring samples in a sketch."""
+SKETCH = 8
+"""Maximum number of contexts in a sketch, which are spread over a task."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer (None if it has none)."""
 
@@ -270,7 +271,7 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
             row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
         else:
             samples = subject.samples_of(cell.task.name, task)
-            row, stats = run_samples(task, engine, _sketch(samples, size) if is_sketch else samples, size)
+            row, stats = run_samples(task, engine, _sketch(samples) if is_sketch else samples, size)
         unread = {"entries_unread": int(engine.cache.num_unread)}
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
@@ -281,17 +282,31 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
-    if not isinstance(task, LMEvalTask) and given["samples"] > size:  # a sketch saves measurements of all samples
+    if not isinstance(task, LMEvalTask) and given["samples"] > SKETCH:  # a sketch saves measurements of all samples
         few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
         first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
     return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
 
 
-def _sketch(samples: list[Sample], size: int) -> list[Sample]:
-    """Choose a batch of samples from all over a task, in runs of neighbors, which often share a context."""
-    run = max(1, size // SKETCH_RUNS)
-    starts = [run * part for part in spread(SKETCH_RUNS, len(samples) // run)]
-    return [sample for start in starts for sample in samples[start : start + run]]
+def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
+    """Yield the indices of samples that are evaluated together: whole contexts, which are read once.
+
+    A batch has at most `size` samples; a context with more is one by itself.
+    """
+    batch: list[int] = []
+    for indices in by_prompt(samples):
+        if batch and len(batch) + len(indices) > size:
+            yield batch
+            batch = []
+        batch += indices
+    if batch:
+        yield batch
+
+
+def _sketch(samples: Sequence[Sample]) -> list[Sample]:
+    """Choose contexts from all over a task, with a question to each, if it has more than that."""
+    first = [samples[indices[0]] for indices in by_prompt(samples)]
+    return [first[place] for place in spread(SKETCH, len(first))]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
@@ -300,9 +315,10 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
     Returns:
         The metrics, and the memory of every sequence.
     """
-    results: list[SampleResult] = []
-    for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
-        results += task.evaluate(engine, samples[begin : begin + size])
+    found: dict[int, SampleResult] = {}
+    for batch in tqdm([*batches(samples, size)], "samples", leave=False, unit="batch", disable=None):
+        found |= zip(batch, task.evaluate(engine, [samples[index] for index in batch]), strict=True)
+    results = [found[index] for index in range(len(samples))]
     values = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
     contexts = [[number] if sample.context is None else sample.context for number, sample in enumerate(samples)]
     return {

@@ -79,10 +79,13 @@ def write_tables(
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
-    fronts = fronts_of(frame)
-    sentences = [*verdicts_of(summary, beside_baselines(frame, reference, metrics))]
+    fronts, beside = fronts_of(frame), beside_baselines(frame, reference, metrics)
+    sentences = [*verdicts_of(summary, beside)]
     sentences += [sentence for front in fronts for sentence in front.sentences()]
-    tables = [*format_tables(frame, reference, metrics, summary), *(markdown(front.table()) for front in fronts)]
+    tables = [
+        *format_tables(frame, reference, metrics, summary, beside),
+        *(markdown(front.table()) for front in fronts),
+    ]
     tables += problems_of(rows)
     table = "\n\n".join([*tables, *(["### Verdict"] if sentences else []), *sentences])
     replace_file(folder / TABLE, f"{table}\n".encode())
@@ -99,10 +102,11 @@ def format_tables(
     reference: str | None = None,
     metrics: Sequence[str] | None = None,
     summary: pandas.DataFrame | None = None,
+    beside: pandas.DataFrame | None = None,
 ) -> list[str]:
     """Format a table for each task and metric, the best first within each budget, one of all tasks, one of speeds."""
     summary = summarize(frame, reference, metrics) if summary is None else summary
-    beside = beside_baselines(frame, reference, metrics)
+    beside = beside_baselines(frame, reference, metrics) if beside is None else beside
     speeds = speed_table(speeds_of(frame))
     parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
