@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from dmc.results.tasks.base import Sample
 from dmc.runtime import Engine, Generation, SamplingParams
-from dmc.runtime.request import of_given_tokens
+from dmc.runtime.generation import Scoring
+from dmc.runtime.request import Keep, of_given_tokens
 from dmc.runtime.session import FrozenSession
 
 Answer = tuple[Generation, Tensor]
@@ -24,24 +26,28 @@ def answers_of(engine: Engine, samples: Sequence[Sample], params: SamplingParams
 
     Args:
         engine: nothing runs on it.
-        samples: with tokens to feed after each prompt.
+        samples: with tokens to feed after each prompt; a right answer may be empty.
         params: sampling parameters of all answers.
     """
-    most = max(len(sample.prompt) + len(sample.after) for sample in samples) + params.max_new_tokens
-    room = 2 * engine.cache.layout.most_blocks(most, engine.cache.block_size)
-    if not (engine.cache.has_free(room) and (engine.policy is None or engine.policy.why_not_copied is None)):
-        return _alone(engine, samples, params)
-    waiting = by_prompt(samples)
     found: dict[int, Answer] = {}
-    while waiting:
-        with ExitStack() as stack:
-            asked: dict[int, FrozenSession] = {}
-            while waiting and (not asked or (engine.cache.has_free(room) and _fits(engine, asked, waiting[0]))):
-                indices = waiting.pop(0)
-                context = stack.enter_context(_read(engine, samples[indices[0]].prompt))
-                asked |= dict.fromkeys(indices, context)
-            chosen = [samples[index] for index in asked]
-            found |= zip(asked, _from(engine, chosen, [*asked.values()], params), strict=True)
+    for indices, contexts in _readings(engine, samples, params.max_new_tokens):
+        chosen = [samples[index] for index in indices]
+        found |= zip(indices, _answered(engine, chosen, contexts, params), strict=True)
+    return [found[index] for index in range(len(samples))]
+
+
+def scores_of(engine: Engine, samples: Sequence[Sample], keep: Keep) -> list[Scoring]:
+    """Score the right answers of samples, each as if it were alone; a prompt is read and compressed once.
+
+    Args:
+        engine: nothing runs on it.
+        samples: with tokens to feed after each prompt.
+        keep: reduces the log-probabilities of a continuation, [n, vocab], to what is returned.
+    """
+    found: dict[int, Scoring] = {}
+    for indices, contexts in _readings(engine, samples, max(len(sample.continuation) for sample in samples)):
+        scorings = _scored(engine, [samples[index] for index in indices], contexts, keep)
+        found |= zip(indices, scorings, strict=True)
     return [found[index] for index in range(len(samples))]
 
 
@@ -53,9 +59,28 @@ def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def _fits(engine: Engine, asked: dict[int, FrozenSession], more: list[int]) -> bool:
-    """Return whether more questions find a place beside those asked; else their contexts would wait in memory."""
-    return len(asked) + len(more) <= engine.cache.num_free_rows
+Context = FrozenSession | list[int]
+"""What is kept of a prompt; or the prompt, where nothing can be shared: each question reads it again."""
+
+
+def _readings(engine: Engine, samples: Sequence[Sample], new_tokens: int) -> Iterator[tuple[list[int], list[Context]]]:
+    """Yield samples with their contexts, as many at a time as find a place; contexts are held until the next."""
+    most = max(len(sample.prompt) + len(sample.after) for sample in samples) + new_tokens
+    room = 2 * engine.cache.layout.most_blocks(most, engine.cache.block_size)
+    if not (engine.cache.has_free(room) and (engine.policy is None or engine.policy.why_not_copied is None)):
+        yield [*range(len(samples))], [sample.prompt for sample in samples]
+        return
+    waiting = deque(by_prompt(samples))
+    while waiting:
+        with ExitStack() as stack:
+            asked: dict[int, Context] = {}
+            while waiting and (
+                not asked
+                or (engine.cache.has_free(room) and len(asked) + len(waiting[0]) <= engine.cache.num_free_rows)
+            ):
+                indices = waiting.popleft()
+                asked |= dict.fromkeys(indices, stack.enter_context(_read(engine, samples[indices[0]].prompt)))
+            yield [*asked], [*asked.values()]
 
 
 @contextmanager
@@ -70,39 +95,39 @@ def _read(engine: Engine, prompt: list[int]) -> Iterator[FrozenSession]:
         context.close()
 
 
-def _from(
-    engine: Engine, samples: Sequence[Sample], contexts: Sequence[FrozenSession], params: SamplingParams
+def _answered(
+    engine: Engine, samples: Sequence[Sample], contexts: Sequence[Context], params: SamplingParams
 ) -> list[Answer]:
-    """Answer samples, all at the same time, each from a context that was read before."""
+    """Answer samples, all at the same time, each from its context; score the answers that are not the right ones."""
     with ExitStack() as stack:
-        both = [*zip(samples, contexts, strict=True)]
-        requests = [
-            engine.submit(sample.after, params, stack.enter_context(context.session())) for sample, context in both
-        ]
+        requests = []
+        for sample, context in zip(samples, contexts, strict=True):
+            if isinstance(context, list):
+                requests.append(engine.submit(context, params, after=sample.after))
+            else:
+                requests.append(engine.submit(sample.after, params, stack.enter_context(context.session())))
         engine.run(requests, progress=False)
     generations = [request.generation for request in requests if request.generation is not None]
     known = [_given(sample, generation) for sample, generation in zip(samples, generations, strict=True)]
-    with ExitStack() as stack:
-        left = [pair for pair, logprobs in zip(both, known, strict=True) if logprobs is None]
-        forks = [stack.enter_context(context.session()) for _, context in left]
-        right, after = [sample.continuation for sample, _ in left], [sample.after for sample, _ in left]
-        scorings = iter(engine.score_with_stats(forks, right, of_given_tokens, after))
+    left = [index for index, logprobs in enumerate(known) if logprobs is None]
+    scorings = _scored(engine, [samples[index] for index in left], [contexts[index] for index in left], of_given_tokens)
+    again = dict(zip(left, scorings, strict=True))
     return [
-        (generation, next(scorings).logprobs if logprobs is None else logprobs)
-        for generation, logprobs in zip(generations, known, strict=True)
+        (generation, again[index].logprobs if logprobs is None else logprobs)
+        for index, (generation, logprobs) in enumerate(zip(generations, known, strict=True))
     ]
+
+
+def _scored(engine: Engine, samples: Sequence[Sample], contexts: Sequence[Context], keep: Keep) -> list[Scoring]:
+    right, after = [sample.continuation for sample in samples], [sample.after for sample in samples]
+    with ExitStack() as stack:
+        forks = [
+            context if isinstance(context, list) else stack.enter_context(context.session()) for context in contexts
+        ]
+        return engine.score_with_stats(forks, right, keep, after)
 
 
 def _given(sample: Sample, generation: Generation) -> Tensor | None:
     """Return the log-probabilities of the right answer if the model has given it; None: it has not."""
     count = len(sample.continuation)
     return torch.tensor(generation.logprobs[:count]) if generation.token_ids[:count] == sample.continuation else None
-
-
-def _alone(engine: Engine, samples: Sequence[Sample], params: SamplingParams) -> list[Answer]:
-    """Answer samples, each from its own cache, of a policy that keeps a part of its state outside of it."""
-    prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
-    generations = engine.generate(prompts, params, progress=False, after=after)
-    right = [sample.continuation for sample in samples]
-    scorings = engine.score_with_stats(prompts, right, of_given_tokens, after)
-    return [(generation, scoring.logprobs) for generation, scoring in zip(generations, scorings, strict=True)]
