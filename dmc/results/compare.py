@@ -14,9 +14,9 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from dmc.results.store import FINISHED, Store, check_settings, refuse_other_sett
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
 from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
 from dmc.results.tasks.base import spread
+from dmc.results.tasks.forking import by_prompt
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ LOCKS = ".locks"
 """Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
-SKETCH_RUNS = 4
-"""Runs of neighboring samples in a sketch."""
+SKETCH = 8
+"""Maximum number of contexts in a sketch, which are spread over a task."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer (None if it has none)."""
 
@@ -127,7 +128,8 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
                 given = None if cell.same_bytes_as is None else store.row(cell.same_bytes_as.key)
-                row |= checked(measure(cell, subject, make_engine, given))
+                answers = None if cell.answers_of is None else store.row(cell.answers_of.key)
+                row |= checked(measure(cell, subject, make_engine, given, answers))
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
@@ -166,7 +168,7 @@ def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:
         folder.mkdir(exist_ok=True)
         held, locks = list[Cell](), list[str]()
         for cell in waiting:
-            if cell.same_bytes_as is not None and not is_measured(cell.same_bytes_as):
+            if not all(map(is_measured, cell.waits_for)):
                 held.append(cell)
                 continue
             lock = FileLock(folder / f"{cell.file_name}.lock")
@@ -247,7 +249,13 @@ def failed_cells(rows: Sequence[Row]) -> str:
     return "; ".join(message)
 
 
-def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine], given: Row | None = None) -> Row:
+def measure(
+    cell: Cell,
+    subject: LoadedModel,
+    make_engine: Callable[..., Engine],
+    given: Row | None = None,
+    answers: Row | None = None,
+) -> Row:
     """Measure quality and memory of one cell.
 
     Args:
@@ -255,8 +263,9 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
         subject: the cell's model.
         make_engine: called as `Engine`.
         given: row whose bytes, or a share of them, are the budget of a cell with one in bytes.
+        answers: row whose answers are the right ones of the task's samples; None: they have their own.
     Raises:
-        ArithmeticError: that row has no figures.
+        ArithmeticError: one of these rows has no figures.
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
     config, task, size = cell.config, cell.task.task, cell.config.engine.max_batch_size
@@ -270,7 +279,9 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
             row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
         else:
             samples = subject.samples_of(cell.task.name, task)
-            row, stats = run_samples(task, engine, _sketch(samples, size) if is_sketch else samples, size)
+            if cell.answers_of is not None:
+                samples = _with_answers(samples, answers)
+            row, stats = run_samples(task, engine, _sketch(samples) if is_sketch else samples, size)
         unread = {"entries_unread": int(engine.cache.num_unread)}
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
@@ -281,17 +292,42 @@ def measure(cell: Cell, subject: LoadedModel, make_engine: Callable[..., Engine]
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
-    if not isinstance(task, LMEvalTask) and given["samples"] > size:  # a sketch saves measurements of all samples
+    if not isinstance(task, LMEvalTask) and given["samples"] > SKETCH:  # a sketch saves measurements of all samples
         few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
         first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
     return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
 
 
-def _sketch(samples: list[Sample], size: int) -> list[Sample]:
-    """Choose a batch of samples from all over a task, in runs of neighbors, which often share a context."""
-    run = max(1, size // SKETCH_RUNS)
-    starts = [run * part for part in spread(SKETCH_RUNS, len(samples) // run)]
-    return [sample for start in starts for sample in samples[start : start + run]]
+def _with_answers(samples: Sequence[Sample], row: Row | None) -> list[Sample]:
+    """Make the answers of a full cache's row the right ones.
+
+    Raises:
+        ArithmeticError: the row has none.
+    """
+    if row is None or row["status"] != DONE:
+        raise ArithmeticError("the cell of the full cache, whose answers are the right ones, has no results")
+    return [replace(one, continuation=answer) for one, answer in zip(samples, row["answers"], strict=True)]
+
+
+def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
+    """Yield the indices of samples that are evaluated together: whole contexts, which are read once.
+
+    A batch has at most `size` samples; a context with more is one by itself.
+    """
+    batch: list[int] = []
+    for indices in by_prompt(samples):
+        if batch and len(batch) + len(indices) > size:
+            yield batch
+            batch = []
+        batch += indices
+    if batch:
+        yield batch
+
+
+def _sketch(samples: Sequence[Sample]) -> list[Sample]:
+    """Choose contexts from all over a task, with a question to each, if it has more than that."""
+    first = [samples[indices[0]] for indices in by_prompt(samples)]
+    return [first[place] for place in spread(SKETCH, len(first))]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
@@ -300,9 +336,13 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
     Returns:
         The metrics, and the memory of every sequence.
     """
-    results: list[SampleResult] = []
-    for begin in tqdm(range(0, len(samples), size), "samples", leave=False, unit="batch", disable=None):
-        results += task.evaluate(engine, samples[begin : begin + size])
+    found: dict[int, SampleResult] = {}
+    for batch in tqdm([*batches(samples, size)], "samples", leave=False, unit="batch", disable=None):
+        found |= zip(batch, task.evaluate(engine, [samples[index] for index in batch]), strict=True)
+    results = [found[index] for index in range(len(samples))]
+    answers = [result.answer for result in results]
+    if any(answers):
+        samples = [replace(sample, continuation=answer) for sample, answer in zip(samples, answers, strict=True)]
     values = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
     contexts = [[number] if sample.context is None else sample.context for number, sample in enumerate(samples)]
     return {
@@ -311,6 +351,7 @@ def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) ->
         "samples_by_metric": values,
         "contexts": contexts if any(sample.context is not None for sample in samples) else [],
         "samples": len(results),
+        **({"answers": answers} if any(answers) else {}),
         "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
         **by_coordinates(results),
     }, [stats for result in results for stats in (result.stats, *result.others)]

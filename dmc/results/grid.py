@@ -139,6 +139,13 @@ class Cell:
     task: PlannedTask
     same_bytes_as: Cell | None = None
     """Cell whose bytes, or a share of them, are the method's budget."""
+    answers_of: Cell | None = None
+    """Cell of the full cache whose answers are the right ones; None: the task has its own, or this is that cell."""
+
+    @property
+    def waits_for(self) -> list[Cell]:
+        """Cells that are measured before it."""
+        return [cell for cell in (self.same_bytes_as, self.answers_of) if cell is not None]
 
     @cached_property
     def key(self) -> str:
@@ -206,7 +213,8 @@ def plan_grid(config: CompareConfig, configs: Path) -> list[Cell]:
     stock = [model.name for model in models if not model.is_learned]
     config = replace(config, reference=config.reference or next(iter(stock), None))
     fitting = [(model, method) for model in models for method in methods_for(model, methods, config.engine)]
-    cells = place_bytes([Cell(config, model, method, task) for model, method in fitting for task in tasks])
+    cells = [Cell(config, model, method, task) for model, method in fitting for task in tasks]
+    cells = place_bytes(give_answers(cells, config.reference))
     if not cells:
         raise ValueError(f"policies={config.policies} leave nothing to measure: add full")
     for key, count in Counter(cell.key for cell in cells).items():
@@ -237,6 +245,33 @@ def methods_for(model: PlannedModel, methods: Sequence[Method], engine: EngineSe
         except ValueError as error:
             raise ValueError(f"{method.name} on {model.name}: {error}") from error
         found.append(method)
+    return found
+
+
+def give_answers(cells: Sequence[Cell], reference: str | None) -> list[Cell]:
+    """Give the cells of tasks whose right answers are the full cache's the cell that is measured first.
+
+    That is the full cache of the cell's own model; of learned gates, that of the reference, with the same seed if any.
+
+    Raises:
+        ValueError: there is none.
+    """
+    full = [cell for cell in cells if cell.method == Method() and not cell.model.is_learned]
+    found = []
+    for cell in cells:
+        if not getattr(cell.task.task, "needs_answers", False) or cell in full:
+            found.append(cell)
+            continue
+        there = [other for other in full if other.task is cell.task]
+        if cell.model.is_learned:
+            there = [other for other in there if reference in (other.model.name, other.model.variant)]
+            there.sort(key=lambda other: other.model.settings.seed != cell.model.settings.seed)
+        else:
+            there = [other for other in there if other.model is cell.model]
+        if not there:
+            whose = reference if cell.model.is_learned else cell.model.name
+            raise ValueError(f"tasks: {cell.task.name} needs the full cache of {whose}: add full to policies")
+        found.append(replace(cell, answers_of=there[0]))
     return found
 
 

@@ -39,6 +39,12 @@ class Store:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)  # another process may make it at the same time
         self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: dict[str, Row] = {}
+        self._file: tuple[int, int] | None = None  # device and inode of what has been read
+        self._num_bytes = self._num_lines = 0  # of whole lines that have been read
         self._reported: set[int] = set()
 
     def append(self, row: Row) -> None:
@@ -61,33 +67,61 @@ class Store:
             raise type(error)(error.errno, f"{error.strerror}, its cell runs again", str(self.path)) from error
 
     def rows(self) -> list[Row]:
-        """Read all rows in the order of writing, each key once; damaged lines are logged and left out."""
-        rows: dict[str, Row] = {}
-        content = self.path.read_bytes() if self.path.exists() else b""
-        for number, line in enumerate(content.split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not is_row(row):
-                if number not in self._reported:
-                    why = "damaged: it is left out, its cell runs again"
-                    logger.warning("%s, line %d is %s", self.path, number, why)
-                self._reported.add(number)
-                continue
-            rows.pop(row["key"], None)
-            rows[row["key"]] = row
-        return list(rows.values())
+        """Return all rows in the order of writing, each key once; damaged lines are logged and left out."""
+        return list(self._read().values())
 
     def row(self, key: str) -> Row | None:
         """Return the row of a key; None: there is none."""
-        return next((row for row in self.rows() if row["key"] == key), None)
+        return self._read().get(key)
+
+    def _read(self) -> dict[str, Row]:
+        """Read what has been appended since the last time, also by other processes."""
+        if not self.path.exists():
+            self._forget()
+            return {}
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._num_bytes:
+                self._forget()
+                self._file = status.st_dev, status.st_ino
+            file.seek(self._num_bytes)
+            *lines, last = file.read().split(b"\n")
+        for line in lines:
+            self._num_bytes += len(line) + 1
+            self._num_lines += 1
+            _put(self._rows, self._parse(line, self._num_lines))
+        if not last:
+            return self._rows
+        rows = dict(self._rows)  # a line without its end may be written on, or be torn
+        _put(rows, self._parse(last, self._num_lines + 1))
+        return rows
+
+    def _parse(self, line: bytes, number: int) -> Row | None:
+        """Return a line's row; None: it is empty or damaged, which is reported once."""
+        if not line.strip():
+            return None
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if is_row(row):
+            return row  # type: ignore[no-any-return]
+        if number not in self._reported:
+            why = "damaged: it is left out, its cell runs again"
+            logger.warning("%s, line %d is %s", self.path, number, why)
+        self._reported.add(number)
+        return None
 
     def frame(self, keys: Container[str] | None = None) -> pandas.DataFrame:
         """Return the measurements of finished rows (of `keys`; None: all), see `measurement.py`."""
         return to_frame(row for row in read_rows([self], keys) if row["status"] == DONE)
+
+
+def _put(rows: dict[str, Row], row: Row | None) -> None:
+    """Put a row at the end, in the place of an earlier one of its key."""
+    if row is not None:
+        rows.pop(row["key"], None)
+        rows[row["key"]] = row
 
 
 def is_row(row: Any) -> bool:

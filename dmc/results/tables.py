@@ -27,6 +27,8 @@ LEGEND = (
     f"partly empty, and tables. ↓: less than {RATIO_TOLERANCE:.0%} of the requested CR. ≠: more than "
     f"{SAME_BYTES - 1:.0%} away from the bytes requested. ★: no other row is both smaller and better."
 )
+SOLVED = 0.5
+"""Share of the answers that a full cache gives of a task that tells methods apart."""
 AGAINST = "against"
 """Beginning of the titles of comparisons."""
 SPEEDS = ("batch length", "memory")
@@ -79,10 +81,13 @@ def write_tables(
     rows = read_rows([store], keys)
     frame = to_frame(row for row in rows if row["status"] == DONE)
     summary = summarize(frame, reference, metrics)
-    fronts = fronts_of(frame)
-    sentences = [*verdicts_of(summary, beside_baselines(frame, reference, metrics))]
+    fronts, beside = fronts_of(frame), beside_baselines(frame, reference, metrics)
+    sentences = [*verdicts_of(summary, beside)]
     sentences += [sentence for front in fronts for sentence in front.sentences()]
-    tables = [*format_tables(frame, reference, metrics, summary), *(markdown(front.table()) for front in fronts)]
+    tables = [
+        *format_tables(frame, reference, metrics, summary, beside),
+        *(markdown(front.table()) for front in fronts),
+    ]
     tables += problems_of(rows)
     table = "\n\n".join([*tables, *(["### Verdict"] if sentences else []), *sentences])
     replace_file(folder / TABLE, f"{table}\n".encode())
@@ -99,10 +104,11 @@ def format_tables(
     reference: str | None = None,
     metrics: Sequence[str] | None = None,
     summary: pandas.DataFrame | None = None,
+    beside: pandas.DataFrame | None = None,
 ) -> list[str]:
     """Format a table for each task and metric, the best first within each budget, one of all tasks, one of speeds."""
     summary = summarize(frame, reference, metrics) if summary is None else summary
-    beside = beside_baselines(frame, reference, metrics)
+    beside = beside_baselines(frame, reference, metrics) if beside is None else beside
     speeds = speed_table(speeds_of(frame))
     parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
@@ -126,7 +132,7 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
     if 0 < first["contexts"] < first["samples"]:
         of += f" of {first['contexts']} contexts"
     better = "higher" if first["higher_is_better"] else "lower"
-    title = f"### {first['shown']}: {first['metric']}{of}{split} ({better} is better){question}\n\n"
+    title = f"### {first['shown']}: {first['metric']}{of}{split} ({better} is better){question}{unsolved(group)}\n\n"
     ratio = group.groupby("asked")["requested_ratio"].transform("median")  # ratios differ within a budget in bytes
     order = group.assign(fixed=tokens.notna(), place=ratio.where(tokens.isna(), -tokens))
     order["worse"] = group["value"] * (-1.0 if first["higher_is_better"] else 1.0)
@@ -145,6 +151,14 @@ def _task_table(group: pandas.DataFrame, beside: pandas.DataFrame) -> str:
         parts.append(side.set_index(["method", "requested"]))
     both = pandas.concat(parts, axis=1)
     return title + markdown(both.loc[:, ~both.columns.duplicated()].fillna("").reset_index())
+
+
+def unsolved(lines: pandas.DataFrame) -> str:
+    """Say of a task, given by its lines, that no full cache gives half of the answers; else nothing."""
+    full = lines[lines["is_full"] & lines["higher_is_better"].astype(bool)]
+    if full.empty or full["value"].max() >= SOLVED:
+        return ""
+    return f"; the full cache solves less than {SOLVED:g}, so that it says little about compression"
 
 
 def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.DataFrame:

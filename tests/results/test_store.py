@@ -19,6 +19,25 @@ def test_of_rows_with_one_key_the_last_counts(tmp_path):
     assert store.rows() == [row("b", value=2), row("a", value=3)]
 
 
+def test_a_line_is_read_once_however_often_rows_are_asked_for(tmp_path, monkeypatch):
+    store, other = Store(tmp_path / "cells.jsonl"), Store(tmp_path / "cells.jsonl")
+    parsed, loads = [], json.loads
+    monkeypatch.setattr("dmc.results.store.json.loads", lambda line: parsed.append(line) or loads(line))
+    for number in range(3):
+        other.append(row(f"{number}"))
+        assert [store.row("0"), store.row("x"), len(store.rows())] == [row("0"), None, number + 1]
+    assert len(parsed) == 3
+    text = json.dumps(row("torn"))
+    for piece in (text[:9], text[9:], "\n"):  # another process is writing
+        with store.path.open("a") as file:
+            file.write(piece)
+        assert (store.row("torn") is not None) == (piece != text[:9])
+    store.path.unlink()
+    assert store.rows() == []
+    other.append(row("new"))
+    assert store.rows() == [row("new")]
+
+
 def damaged(**changes):
     return json.dumps(row("k") | changes).encode() + b"\n"
 

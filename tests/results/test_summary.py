@@ -231,3 +231,17 @@ def test_nothing_is_compared_across_settings_samples_or_models():
     assert lost([gates, full, control], "control") == 1.5
     assert lost([full, control, gates], "control") == -0.5  # another full cache, where the user names the yardstick
     assert lost([full, control, gates]) is None and lost([new, full, control], "control") == 1.0
+
+
+@pytest.mark.parametrize(("right", "says"), [(0.25, True), (0.75, False)])
+def test_a_task_that_the_full_cache_does_not_solve_is_marked(right, says):
+    answers = [float(index < 16 * right) for index in range(16)]
+    rows = [plain_row(policy, budget, answers, key=policy) for policy, budget in (("full", None), ("h2o", "4"))]
+    rows = [
+        row | {"higher_is_better": True, "main_metric": "exact_match", "metrics": {"exact_match": right}}
+        for row in rows
+    ]
+    title = format_tables(to_frame(rows))[0].partition("\n")[0]
+    assert ("solves less than 0.5" in title) == says
+    losses = [row | {"main_metric": "loss", "metrics": {"loss": right}} for row in rows]
+    assert "solves less" not in format_tables(to_frame(losses))[0]

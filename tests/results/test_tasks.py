@@ -255,11 +255,11 @@ def test_facts_are_asked_of_one_compressed_context(question, model, word_tokeniz
     assert {result.metrics["exact_match"] for result in run(task, lambda _: " the", model, word_tokenizer)} == {0.0}
     engine = Engine(model, word_tokenizer)
     fed = count_fed(engine)
-    task.evaluate(engine, samples)
+    results = task.evaluate(engine, samples)
     contexts = {tuple(sample.prompt): len(sample.prompt) for sample in samples}
-    twice = sum(2 * (len(sample.prompt) + len(sample.after)) for sample in samples)  # to answer, and for the loss
-    once = sum(contexts.values()) + sum(2 * len(sample.after) for sample in samples)
-    assert sum(fed) == (once if question == "hidden" else twice)
+    assert len(contexts) == (4 if question == "hidden" else 8)
+    wrong = [sample for sample, result in zip(samples, results, strict=True) if not result.metrics["exact_match"]]
+    assert wrong and sum(fed) == sum(contexts.values()) + sum(len(sample.after) for sample in [*samples, *wrong])
 
 
 @pytest.mark.parametrize("question", ["known", "hidden"])

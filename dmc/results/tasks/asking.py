@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from statistics import fmean
 from typing import Literal
 
 from dmc.results.tasks.base import Breakdown, Sample, SampleResult
+from dmc.results.tasks.forking import answers_of
 from dmc.runtime import Engine, Generation, SamplingParams
-from dmc.runtime.generation import Scoring
-from dmc.runtime.request import of_given_tokens
 
 Question = Literal["known", "hidden"]
 """Whether the cache is compressed with the question in the prompt, or with the context alone."""
@@ -51,42 +49,14 @@ class Asking:
     def evaluate(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
         """See `Task.evaluate`; `loss` is the right answer's, which conversations do not have.
 
-        A prompt shared by several samples is compressed once.
+        A prompt is compressed once, whatever number of samples share it.
         """
         if conversations := [sample for sample in samples if isinstance(sample, Turns)]:
             return self._converse(engine, conversations)
-        groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.prompt)]
-        if len(groups) < len(samples):
-            return [result for group in groups for result in self._ask_forks(engine, group)]
-        prompts, after = [sample.prompt for sample in samples], [sample.after for sample in samples]
-        generations = engine.generate(prompts, self.params(), progress=False, after=after)
-        right = [sample.continuation for sample in samples]
-        scorings = engine.score_with_stats(prompts, right, of_given_tokens, after)
-        return self._results(engine, samples, generations, scorings)
-
-    def _ask_forks(self, engine: Engine, samples: Sequence[Sample]) -> list[SampleResult]:
-        """Answer samples that share a prompt, each from a fork of the same cache."""
-        after, right = [sample.after for sample in samples], [sample.continuation for sample in samples]
-        with engine.session() as session:
-            session.feed(samples[0].prompt)
-            with ExitStack() as stack:
-                forks = [stack.enter_context(session.fork()) for _ in samples]
-                turns = zip(after, forks, strict=True)
-                requests = [engine.submit(tokens, self.params(), fork) for tokens, fork in turns]
-                engine.run(requests, progress=False)
-            with ExitStack() as stack:
-                forks = [stack.enter_context(session.fork()) for _ in samples]
-                scorings = engine.score_with_stats(forks, right, of_given_tokens, after)
-        generations = [request.generation for request in requests if request.generation is not None]
-        return self._results(engine, samples, generations, scorings)
-
-    def _results(
-        self, engine: Engine, samples: Sequence[Sample], generations: list[Generation], scorings: list[Scoring]
-    ) -> list[SampleResult]:
         results = []
-        for sample, generation, scoring in zip(samples, generations, scorings, strict=True):
+        for sample, (generation, logprobs) in zip(samples, answers_of(engine, samples, self.params()), strict=True):
             metrics = self.grade(engine, sample.continuation, generation)
-            metrics |= {"loss": -float(scoring.logprobs.double().mean())}
+            metrics |= {"loss": -float(logprobs.double().mean())}
             results.append(SampleResult(metrics, generation.stats, [Breakdown(sample.coordinates, metrics)]))
         return results
 

@@ -48,6 +48,8 @@ class SampleResult:
     """Metrics by coordinate: one for a sample with coordinates, several if it covers several coordinates."""
     others: list[GenerationStats] = field(default_factory=list)
     """Memory of the sample's further sequences, such as other continuations of its prompt."""
+    answer: list[int] = field(default_factory=list)
+    """What a full cache has answered, for a task whose right answers that is; else empty."""
 
 
 Counts = Annotated[Sequence[Count], Field(min_length=1)]
@@ -64,6 +66,7 @@ class Task(Protocol):
     main_metric: str
     """Metric by which methods are ranked."""
     higher_is_better: bool
+    # needs_answers: bool, optional: right answers are those of the full cache, whose cell is measured first
 
     def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
         """Make the samples, deterministically.

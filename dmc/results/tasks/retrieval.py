@@ -123,10 +123,23 @@ class Needle(TextRecall):
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
     """Digits of the number."""
+    questions_per_context: Annotated[StrictInt, Field(ge=1, le=len(NAMES))] = 1
+    """Facts in a text, each with a name and a depth of its own; all are asked for. A text with hidden questions is read
+    once, and is one context: the number of independent samples is that of texts."""
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
     def __post_init__(self) -> None:
+        if len({*self.depths}) % self.questions_per_context:
+            raise ValueError(
+                f"questions_per_context={self.questions_per_context}: expected a divisor of the number of depths, "
+                f"{len({*self.depths})}"
+            )
+        if self.questions_per_context > 1 and not all("{name}" in text for text in (self.fact, self.question_text)):
+            raise ValueError(
+                f"questions_per_context={self.questions_per_context}: expected {{name}} in fact and question_text, to "
+                "tell the facts of a text apart"
+            )
         start = beginning_of_answer(self.question_text)
         if not start.strip() or "{" in start:
             raise ValueError(
@@ -143,15 +156,31 @@ class Needle(TextRecall):
     @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
         length, depth = place["length"], place["depth"]
-        draw = self.random(length, depth, number)
-        said = {"name": draw.sample(NAMES, 1)[0], "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
-        fact, asked = encoder.encode(self.fact.format(**said)), encoder.ask(self.question_text.format(**said))
-        room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
+        together = self._depths_beside(depth)
+        draw = self.random(length, depth if len(together) == 1 else together, number)
+        names = draw.sample(NAMES, len(together))
+        numbers = [draw.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in together]
+        said = [{"name": name, "number": value} for name, value in zip(names, numbers, strict=True)]
+        facts = [encoder.encode(self.fact.format(**values)) for values in said]
+        asks = [encoder.ask(self.question_text.format(**values)) for values in said]
+        room = length - len(encoder.begin) - sum(map(len, facts)) - max(sum(map(len, asked)) for asked in asks)
         if room < 0:
             raise ValueError(f"lengths: {length} tokens leave no room for fact and question: give {length - room}")
-        cut = round(depth * room)
-        context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
-        return self.sample(context, asked, encoder.encode(f" {said['number']}"), place)
+        context, begin = [*encoder.begin], 0
+        for fact, beside in zip(facts, together, strict=True):
+            cut = round(beside * room)
+            context += [*text[begin:cut], *fact]
+            begin = cut
+        context += text[begin:room]
+        mine = together.index(depth)
+        sample = self.sample(context, asks[mine], encoder.encode(f" {numbers[mine]}"), place)
+        return sample if len(together) == 1 else replace(sample, context=(length, together, number))
+
+    def _depths_beside(self, depth: float) -> tuple[float, ...]:
+        """Return the depths whose facts share a text with that of a depth, which is one of them; ascending."""
+        depths = sorted({*self.depths})
+        groups = len(depths) // self.questions_per_context
+        return tuple(depths[depths.index(depth) % groups :: groups])
 
 
 @checked_dataclass(frozen=True, kw_only=True)
