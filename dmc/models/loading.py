@@ -14,7 +14,15 @@ from dmc.models.build import refuse_kernels
 from dmc.models.conversion import retrofit
 from dmc.models.modeling import CompressedCausalLM
 from dmc.models.ties import follow_tensors
-from dmc.models.weights import check_weights, local_folder, open_weights, read_dtype, refuse_nonfinite
+from dmc.models.weights import (
+    check_weights,
+    find_base,
+    is_adapter,
+    local_folder,
+    open_weights,
+    read_dtype,
+    refuse_nonfinite,
+)
 
 
 def load_model(folder: Any, **kwargs: Any) -> Any:
@@ -69,7 +77,7 @@ def load_with_tokenizer(path: str, dtype: str = "auto", revision: str | None = N
     """
     path, device = local_model(path), "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(path, dtype=dtype, revision=revision).to(device)
-    lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    lacks_tokenizer = Path(path).is_dir() and not any(_tokenizer_folder(path).glob("tokenizer*"))
     return model, None if lacks_tokenizer else load_tokenizer(path, revision, model.config.vocab_size)
 
 
@@ -84,6 +92,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: in
         ValueError: the tokenizer is missing or damaged, or has more tokens than the model.
     """
     path = local_model(str(path))
+    path = str(_tokenizer_folder(path)) if Path(path).is_dir() else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
@@ -97,6 +106,12 @@ def load_tokenizer(path: str | Path, revision: str | None = None, vocab_size: in
             f"the tokenizer of {path} has token ids up to {largest}, its model knows only {vocab_size} tokens"
         )
     return tokenizer
+
+
+def _tokenizer_folder(path: str | Path) -> Path:
+    """Return the folder of a model's tokenizer: an adapter may leave it to its base."""
+    folder = Path(path)
+    return find_base(folder) if is_adapter(folder) and not any(folder.glob("tokenizer*")) else folder
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dmc.files import read_mapping
-from dmc.gguf import local_model
+from dmc.gguf import imported_folders, local_model
 from dmc.models.build import check_shape, refuse_kernels
 from dmc.models.experts import as_in_model
 from dmc.models.ties import settle_ties
@@ -295,7 +295,7 @@ def find_base(folder: Path) -> Path:
     """Find the base of an adapter of gates, and check that it is the one that they were learned on.
 
     A relative path counts from the adapter's folder, or else from the working directory. A base that was moved along
-    with the adapter is found by the last parts of its path.
+    with the adapter is found by the last parts of its path; one that was imported from a GGUF file, wherever it is.
 
     Raises:
         FileNotFoundError: the base is not there.
@@ -315,7 +315,7 @@ def named_base(config: Mapping[str, Any], folder: Path) -> Path:
     tails = [Path(*parts[-count:]) for count in range(min(3, len(parts)), 0, -1)]
     beside = [parent / tail for parent in folder.resolve().parents[:4] for tail in tails]
     named = [place for place in (folder / name, Path(name)) if _is_base(place)]
-    for place in (*named, *filter(_is_base, beside)):
+    for place in (*named, *filter(_is_base, [*beside, *imported_folders()])):
         if known_digest(place) == digest:
             return place
     if not named and HUB_NAME.fullmatch(name):

@@ -288,7 +288,7 @@ class TextData(LightningDataModule):
         return DataLoader(self._train, sampler=positions, worker_init_fn=leave_signals_to_parent, **options)
 
     def held_out(
-        self, split: Literal["validation", "calibration", "test"], *, has_questions: bool = True
+        self, split: Literal["validation", "calibration", "test"], *, has_questions: bool = True, at_least: int = 1
     ) -> list[dict[str, Any]]:
         """Return held-out sequences for `score_text`: of the validation text where the configuration names no other.
 
@@ -296,11 +296,12 @@ class TextData(LightningDataModule):
             split: which text.
             has_questions: whether facts that are written into it are asked for, too; a cache that is compressed before
                 anyone asks sees none.
+            at_least: number of sequences, where the configuration gives the split fewer.
         """
         training = self.config.training
         count = training.calibration_sequences if split == "calibration" else training.validation_sequences
         sequences = self._sequences("validation" if getattr(self.config.data, split) is None else split, has_questions)
-        return held_out_batches(sequences, count, training.micro_batch_size)
+        return held_out_batches(sequences, max(count, at_least), training.micro_batch_size)
 
     def describe(self) -> list[str]:
         """Return how much text there is, tokenized where it is not yet, a line for each source that is not streamed."""

@@ -31,14 +31,15 @@ class AdapterInit(Callback):
 
     Args:
         settings: which initialization, with its options and the number of `sequences`.
-        open_batches: called once the text is there; returns held-out text, see `score_text`.
+        open_batches: called once the text is there, with `at_least` so many sequences; returns held-out text, see
+            `score_text`.
         folder: folder of the written results.
     """
 
     def __init__(
         self,
         settings: SensitivityInitConfig | RegressionInitConfig,
-        open_batches: Callable[[], list[dict[str, Any]]],
+        open_batches: Callable[..., list[dict[str, Any]]],
         folder: Path,
     ) -> None:
         self.settings, self.open_batches, self.folder = settings, open_batches, folder
@@ -47,7 +48,7 @@ class AdapterInit(Callback):
         """Read the text and set the adapters, on all ranks together; do nothing if a run resumes."""
         if trainer.ckpt_path is not None:
             return
-        batches = self.open_batches()
+        batches = self.open_batches(at_least=self.settings.sequences)
         batches = batches[: max(1, self.settings.sequences // len(batches[0]["input_ids"]))]
         if isinstance(self.settings, RegressionInitConfig):
             _set_fitted(trainer, pl_module, batches, self.settings)
