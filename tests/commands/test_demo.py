@@ -89,7 +89,7 @@ def test_numbers_are_spread_over_the_text_and_fit_the_length(tokenizer):
     samples = numbers_and_questions("a stone by the river. ", tokenizer, 400, 4, 3)
     prompt = tokenizer.decode(samples[0].prompt)
     assert len(samples) == 3 and all(sample.prompt == samples[0].prompt for sample in samples)
-    assert max(len(sample.prompt + sample.after) for sample in samples) == 400
+    assert 390 <= max(len(sample.prompt + sample.after) for sample in samples) <= 400
     for sample in samples:
         name = tokenizer.decode(sample.after).split("?")[0].split()[-1]
         assert f"The magic number of {name} is{tokenizer.decode(sample.continuation)}." in prompt
