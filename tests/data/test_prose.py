@@ -25,7 +25,7 @@ def installed(tmp_path, monkeypatch):
     (info / "RECORD").write_text("spam-1.0.dist-info/METADATA,,\nspam-1.0.dist-info/LICENSE,,\nspam.py,,\n")
     paths = {**sysconfig.get_paths(), "purelib": str(root)}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-    monkeypatch.setattr(ProseSource, "_code", lambda self: [root / "spam.py"])
+    monkeypatch.setattr(ProseSource, "_code", lambda self: (root / "spam.py",))
     folder = tmp_path / "manuals"
     folder.mkdir()
     (folder / "copy.txt").write_text(f"copyright 2021 B\n\n{'You may  use it. ' * 30}\n")
