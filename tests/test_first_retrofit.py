@@ -1,4 +1,7 @@
-"""Every command of docs/first_retrofit.md, in its order, on a stand-in: Qwen3's classes and number of layers, tiny."""
+"""Every command of docs/first_retrofit.md for a GPU, on a stand-in: Qwen3's classes and number of layers, tiny.
+
+Those for two cores take the better part of an hour: their settings are read.
+"""
 
 import json
 import os
@@ -24,6 +27,7 @@ from dmc.training.model_folder import is_final
 from dmc.training.stages import Plan
 
 PAGE = PAGES[ROOT / "docs" / "first_retrofit.md"]
+ON_CPU, PAGE = PAGE.split("## Qwen3-0.6B on one GPU")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
 BASE = yaml.safe_load((CONFIGS / "base" / "qwen3_0p6b.yaml").read_text())
 TINY = {

@@ -9,9 +9,9 @@ import inspect
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -136,7 +136,7 @@ class ProseSource(DocumentSource):
     def plain(self) -> Iterator[tuple[str, str]]:
         """Yield what each document of the split is about, empty if that is not known, and its text; each text once."""
         seen = set[bytes]()
-        for name, text in _documents(tuple(self._manuals()), tuple(self._code())):
+        for name, text in _documents(tuple(self._manuals()), self._code()):
             text = text.strip()[:_MAX_CHARACTERS]
             if len(text) >= _MIN_CHARACTERS and split_of_text(text) == self.split and fingerprint(text) not in seen:
                 seen.add(fingerprint(text))
@@ -146,16 +146,8 @@ class ProseSource(DocumentSource):
         found = {path for pattern in self.folders for path in glob.glob(pattern, recursive=True)}
         return sorted(path for path in map(Path, found) if path.is_file())
 
-    def _code(self) -> list[Path]:
-        paths = []
-        for split in get_args(Split):  # of code; docstrings have splits of their own
-            paths += [path for _, path in StandardLibrarySource(split=split).files()]
-            for package in self.packages:
-                try:
-                    paths += [path for _, path in PackageSource([package], split=split).files()]
-                except FileNotFoundError:
-                    continue
-        return sorted(set(paths))
+    def _code(self) -> tuple[Path, ...]:
+        return _code_of(tuple(self.packages))
 
 
 @lru_cache(maxsize=1)
@@ -175,12 +167,21 @@ def _documents(manuals: tuple[Path, ...], code: tuple[Path, ...]) -> tuple[tuple
 
 def _texts_of_packages() -> list[Path]:
     """Return READMEs and licences of what is installed."""
-    root, found = Path(sysconfig.get_paths()["purelib"]), set[Path]()
-    for distribution in distributions(path=[str(root)]):
-        for file in distribution.files or ():
-            if file.name == "METADATA" or (".dist-info" in file.parts[0] and _LICENCES.search(file.name)):
-                found.add(Path(str(file.locate())))
-    return sorted(path for path in found if path.is_file() and path.suffix != ".py")
+    root = Path(sysconfig.get_paths()["purelib"])
+    licences = (path for path in root.glob("*.dist-info/**/*") if _LICENCES.search(path.name) and path.suffix != ".py")
+    return sorted(path for path in [*root.glob("*.dist-info/METADATA"), *licences] if path.is_file())
+
+
+@lru_cache
+def _code_of(packages: tuple[str, ...]) -> tuple[Path, ...]:
+    """List the standard library's files, and those of packages that are installed; docstrings have their own splits."""
+    found = set[Path]()
+    for split in get_args(Split):
+        found.update(path for _, path in StandardLibrarySource(split=split).files())
+        for package in packages:
+            with suppress(FileNotFoundError):
+                found.update(path for _, path in PackageSource([package], split=split).files())
+    return tuple(sorted(found))
 
 
 def _without_tags(page: str) -> str:

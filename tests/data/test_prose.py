@@ -17,13 +17,15 @@ def installed(tmp_path, monkeypatch):
     root = tmp_path / "site"
     info = root / "spam-1.0.dist-info"
     info.mkdir(parents=True)
-    (root / "spam.py").write_text(f'def fry(\n    egg=1,\n):\n    """Fry an egg.\n\n    {"It takes a while. " * 20}\n    """\n')
+    (root / "spam.py").write_text(
+        f'def fry(\n    egg=1,\n):\n    """Fry an egg.\n\n    {"It takes a while. " * 20}\n    """\n'
+    )
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: spam\nVersion: 1.0\n\n{'Spam is a package. ' * 30}\n")
     (info / "LICENSE").write_text(f"Copyright 2020 A\n\n{'You may use it. ' * 30}\n")
     (info / "RECORD").write_text("spam-1.0.dist-info/METADATA,,\nspam-1.0.dist-info/LICENSE,,\nspam.py,,\n")
     paths = {**sysconfig.get_paths(), "purelib": str(root)}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-    monkeypatch.setattr(ProseSource, "_code", lambda self: [root / "spam.py"])
+    monkeypatch.setattr(ProseSource, "_code", lambda self: (root / "spam.py",))
     folder = tmp_path / "manuals"
     folder.mkdir()
     (folder / "copy.txt").write_text(f"copyright 2021 B\n\n{'You may  use it. ' * 30}\n")

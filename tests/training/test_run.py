@@ -300,6 +300,9 @@ def test_reports_are_measured_on_test_text_and_on_validation_text_where_there_is
     alone, config = data_of(run_values)
     assert config.data.reported_split == "validation"
     assert torch.equal(alone.held_out("test")[0]["input_ids"], alone.held_out("validation")[0]["input_ids"])
+    count = sum(len(batch["input_ids"]) for batch in alone.held_out("calibration"))
+    assert sum(len(batch["input_ids"]) for batch in alone.held_out("calibration", at_least=count + 3)) == count + 3
+    assert sum(len(batch["input_ids"]) for batch in alone.held_out("calibration", at_least=1)) == count
     text = tmp_path / "test.txt"
     text.write_text("words that stand nowhere else, over and over again. " * 40)
     run_values["data"]["test"] = {"test": {"_target_": "dmc.data.TextSource", "name": str(text)}}

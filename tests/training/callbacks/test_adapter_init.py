@@ -22,7 +22,7 @@ from dmc.training.callbacks.adapter_init import (
     fit_scores,
     measure_head_sensitivity,
 )
-from dmc.training.config import RunConfig, SensitivityInitConfig
+from dmc.training.config import RegressionInitConfig, RunConfig, SensitivityInitConfig
 from dmc.training.run import train
 
 DELAY, LENGTH = 3, 12
@@ -120,6 +120,15 @@ def test_a_run_starts_from_its_measured_heads_and_does_not_measure_again(run_val
 
     resumed = SimpleNamespace(ckpt_path=str(tmp_path / "step_0000002"))
     AdapterInit(settings, unread, tmp_path).on_fit_start(resumed, None)
+
+
+@pytest.mark.parametrize("settings", [SensitivityInitConfig(sequences=9), RegressionInitConfig(sequences=9)])
+def test_an_initialization_reads_as_many_sequences_as_it_asks_for(settings, tmp_path):
+    def open_batches(at_least):
+        raise EOFError(f"{at_least} sequences")
+
+    with pytest.raises(EOFError, match="^9 sequences$"):
+        AdapterInit(settings, open_batches, tmp_path).on_fit_start(SimpleNamespace(ckpt_path=None), None)
 
 
 @torch.no_grad()
