@@ -52,7 +52,7 @@ import contextlib, sys
 from dmc_scripts.hydra_command import console
 from hydra.core.global_hydra import GlobalHydra
 for command in (
-    "train experiment=quickstart_base plan=true",
+    "train experiment=quickstart_tiny_base plan=true",
     "compare models={base:nowhere} policies=[full,h2o] --cfg job",
     "demo",
     "train --help",
@@ -86,7 +86,7 @@ ANSWER = """
 from pathlib import Path
 from dmc import Engine, SamplingParams, load_model
 from dmc.kernels.cpu_build import _built
-engine = Engine(load_model("outputs/quickstart/retrofit/final"))
+engine = Engine(load_model("outputs/quickstart_tiny/retrofit/final"))
 (answer,) = engine.generate([list(range(200))], SamplingParams(max_new_tokens=16, temperature=0.0))
 print(Path(_built()._name).name if _built() else None, answer.token_ids)
 """
@@ -94,7 +94,7 @@ print(Path(_built()._name).name if _built() else None, answer.token_ids)
 
 def greedy_answer():
     """Answer the prompt of ANSWER by the reference kernels."""
-    engine = Engine(load_model("outputs/quickstart/retrofit/final"), kernels="reference")
+    engine = Engine(load_model("outputs/quickstart_tiny/retrofit/final"), kernels="reference")
     (answer,) = engine.generate([list(range(200))], SamplingParams(max_new_tokens=16, temperature=0.0))
     return answer.token_ids
 
@@ -130,7 +130,7 @@ def check_measurements(folder, shown):
     )
     right = [answer == sample.continuation[0] for answer, sample in zip(answers, samples, strict=True)]
     assert recall.loc["control, full", "value"] == pytest.approx(sum(right) / len(right))
-    assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart/report/report.html" in shown
+    assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart_tiny/report/report.html" in shown
     assert "retrofit (learned)" in (folder / "report/report.html").read_text()
     assert re.search(r"^\d+ s in all; as a page: ", shown, flags=re.M)
     data = TextData(read_config(folder / "retrofit"), tokenizer, total_steps=1)
@@ -209,8 +209,8 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     assert "key_norm" in (home / "outputs/compare/table.md").read_text()
 
     capsys.readouterr()
-    model = "model=outputs/quickstart/retrofit/final"
+    model = "model=outputs/quickstart_tiny/retrofit/final"
     assert not run_script("generate.py", model, "prompt=import os", "max_new_tokens=8")
     assert capsys.readouterr().out.startswith("import os")
-    assert not run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
-    assert "is not empty" in run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
+    assert not run_script("export.py", "run=outputs/quickstart_tiny/retrofit", "output=exported")
+    assert "is not empty" in run_script("export.py", "run=outputs/quickstart_tiny/retrofit", "output=exported")

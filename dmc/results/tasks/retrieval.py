@@ -123,6 +123,9 @@ class Needle(TextRecall):
     question_text: str = "\nWhat is the magic number of {name}? The magic number is"
     digits: Count = 5
     """Digits of the number."""
+    together: StrictBool = False
+    """Whether the facts of all depths, of other names each, stand in one text: it is compressed once for all questions.
+    """
     cache_folder: str = "outputs/cache"
     """Folder of tokenized text."""
 
@@ -135,6 +138,10 @@ class Needle(TextRecall):
             )
         if "{number}" not in self.fact:
             raise ValueError(f"fact={self.fact!r}: expected {{number}} somewhere, and {{name}} if you like")
+        if self.together and not ("{name}" in self.fact and "{name}" in self.question_text):
+            raise ValueError("together=true: expected {name} in fact and question_text, which tells the facts apart")
+        if self.together and len({*self.depths}) > len(NAMES):
+            raise ValueError(f"together=true has names for {len(NAMES)} depths, not for {len({*self.depths})}")
 
     @override
     def texts(self, encoder: Encoder) -> list[list[int]]:
@@ -143,15 +150,27 @@ class Needle(TextRecall):
     @override
     def ask(self, encoder: Encoder, place: dict[str, Any], number: int, text: list[int]) -> Sample:
         length, depth = place["length"], place["depth"]
-        draw = self.random(length, depth, number)
-        said = {"name": draw.sample(NAMES, 1)[0], "number": draw.randrange(10 ** (self.digits - 1), 10**self.digits)}
-        fact, asked = encoder.encode(self.fact.format(**said)), encoder.ask(self.question_text.format(**said))
-        room = length - len(encoder.begin) - len(fact) - sum(map(len, asked))
+        said = self._facts(length, depth, number)
+        facts = {at: encoder.encode(self.fact.format(**values)) for at, values in said.items()}
+        questions = {at: encoder.ask(self.question_text.format(**values)) for at, values in said.items()}
+        longest = max(sum(map(len, question)) for question in questions.values())  # any fact may be asked for
+        room = length - len(encoder.begin) - sum(map(len, facts.values())) - longest
         if room < 0:
             raise ValueError(f"lengths: {length} tokens leave no room for fact and question: give {length - room}")
-        cut = round(depth * room)
-        context = [*encoder.begin, *text[:cut], *fact, *text[cut:room]]
-        return self.sample(context, asked, encoder.encode(f" {said['number']}"), place)
+        context, begin = [*encoder.begin], 0
+        for at, fact in facts.items():
+            context += [*text[begin : round(at * room)], *fact]
+            begin = round(at * room)
+        answer = encoder.encode(f" {said[depth]['number']}")
+        return self.sample([*context, *text[begin:room]], questions[depth], answer, place)
+
+    def _facts(self, length: int, depth: float, number: int) -> dict[float, dict[str, Any]]:
+        """Return name and number of each fact in a text, by its depth."""
+        depths = sorted({*self.depths}) if self.together else [depth]
+        draw = self.random(length, number) if self.together else self.random(length, depth, number)
+        names = draw.sample(NAMES, len(depths))
+        low, high = 10 ** (self.digits - 1), 10**self.digits
+        return {at: {"name": name, "number": draw.randrange(low, high)} for at, name in zip(depths, names, strict=True)}
 
 
 @checked_dataclass(frozen=True, kw_only=True)
