@@ -404,6 +404,28 @@ def test_any_text_can_hide_a_needle(folders, tmp_path, model, tokenizer):
     assert {result.metrics["exact_match"] for result in run(task, find_needle, model, tokenizer)} == {1.0}
 
 
+@pytest.mark.parametrize("question", ["known", "hidden"])
+def test_facts_that_stand_in_one_text_are_each_asked_for(question, model, tokenizer):
+    def said_in(text):
+        return dict(re.findall(r"magic number of (\w+) is (\d+)", text))
+
+    def find_asked(text):
+        return f" {said_in(text)[re.findall(r'What is the magic number of (.+?)[?]', text)[-1]]}."
+
+    task = dataclasses.replace(NEEDLE, together=True, lengths=[300], question=question)
+    samples = task.samples(tokenizer, 300)
+    assert len(samples) == 3 * 2
+    for alike in (samples[0::2], samples[1::2]):
+        (text,) = {tokenizer.decode(sample.prompt).partition("\nWhat is")[0] for sample in alike}
+        asked = [tokenizer.decode([*sample.prompt, *sample.after]) for sample in alike]
+        names = [re.findall(r"What is the magic number of (\w+)[?]", words)[-1] for words in asked]
+        answers = [tokenizer.decode(sample.continuation).strip() for sample in alike]
+        assert dict(zip(names, answers, strict=True)) == said_in(text) and names == [*said_in(text)]
+        places = [text.index(name) / len(text) for name in names]
+        assert places == pytest.approx([0.1, 0.5, 0.9], abs=0.15) and len(alike[0].prompt) <= 300
+    assert {result.metrics["exact_match"] for result in run(task, find_asked, model, tokenizer)} == {1.0}
+
+
 def test_filler_comes_from_all_over_a_text_without_the_ends_of_its_documents(beginning_tokenizer, tmp_path):
     for number in range(40):
         (tmp_path / f"{number:02d}.txt").write_text(" ".join(f"{10 * number + place:04d}" for place in range(10)))
@@ -475,6 +497,14 @@ def test_metrics_are_averaged_by_coordinates():
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
         (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
+        (
+            lambda _: Needle(haystack=FILLER, fact="is {number}", together=True),
+            "together=true: expected {name} in fact",
+        ),
+        (
+            lambda _: Needle(haystack=FILLER, depths=[place / 20 for place in range(13)], together=True),
+            "together=true has names for 12 depths, not for 13",
+        ),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
         (
             lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300),
