@@ -133,7 +133,7 @@ def check_measurements(folder, shown):
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
     for title, name in {"control, full": "control full cache", "retrofit, learned, CR 4": "retrofit (learned)"}.items():
         right, lost = recall.loc[title], loss.loc[title]
-        assert f" {right['value'] * right['samples']:.0f} of {right['samples']} " in lines[name]
+        assert f" {right['value'] * right['samples']:.0f} of {right['samples']} (" in lines[name]
         assert f" {right['bytes_per_token']:,.0f} (" in lines[name] and f" {lost['value']:.3f}" in lines[name]
     assert "outputs/quickstart_tiny/report/report.html" in shown and "stdlib recall: " in shown
     assert "retrofit (learned)" in (folder / "report/report.html").read_text()

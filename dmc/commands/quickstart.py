@@ -30,6 +30,11 @@ QUESTION = "What is a paper clip good for?"
 PROMPT = "def read_lines(path):"
 """What the command at the end asks a model with a chat template, or lets another go on with."""
 
+LEGEND = (
+    "Questions are asked only after the cache of their text was compressed. Losses are in nats per token; in brackets\n"
+    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and its share of a full cache."
+)
+
 
 @dataclass(frozen=True)
 class Quickstart:
@@ -96,7 +101,7 @@ def run_quickstart(job: Quickstart, configs: Path) -> None:
     compare(grid, configs, load_with_tokenizer, only_this_grid=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", job.title)
-    print(f"\n{result_table(findings.summary)}\n")
+    print(f"\n{result_table(findings.summary)}\n\n{LEGEND}\n")
     print(*verdicts_of(findings.summary, findings.baselines), sep="\n\n")
     print(f"\n{time.perf_counter() - start:.0f} s in all. The page with all plots and tables: {page}")
     print(f"\n{closing_words(final)}")
@@ -126,9 +131,10 @@ def _measure(line: pandas.Series) -> str:
 
 
 def _told(line: pandas.Series) -> str:
-    """Format a value: answers are counted, a loss stands with what compression adds and its standard error."""
+    """Format a value with its standard error: answers are counted, a loss stands with what compression adds to it."""
     if line["metric"] in ACCURACY:
-        return f"{line['value'] * line['samples']:.0f} of {line['samples']}"
+        error = "" if pandas.isna(line["value_error"]) else f" (± {line['value_error'] * line['samples']:.1f})"
+        return f"{line['value'] * line['samples']:.0f} of {line['samples']}{error}"
     if line["is_full"] or pandas.isna(line["lost"]):
         return f"{line['value']:.3f}"
     return f"{line['value']:.3f} ({line['lost']:+.3f} ± {line['lost_error']:.3f})"

@@ -52,7 +52,7 @@ def test_gates_are_learned_and_compared_and_the_commands_at_the_end_run(folder, 
     assert {"full cache", "gates (learned)", "h2o"} <= {*lines}
     for name, key in (("full cache", ("full", False)), ("gates (learned)", ("full", True)), ("h2o", ("h2o", False))):
         needle, loss = summary.loc[(*key, "needle")], summary.loc[(*key, "loss")]
-        assert f" {needle['value'] * 4:.0f} of 4 " in lines[name] and f" {loss['value']:.3f}" in lines[name]
+        assert f" {needle['value'] * 4:.0f} of 4 (" in lines[name] and f" {loss['value']:.3f}" in lines[name]
         for line in (needle, loss):
             assert f" {line['bytes_per_token']:,.0f} (" in lines[name]
         assert key == ("full", False) or f"({loss['lost']:+.3f} ± {loss['lost_error']:.3f})" in lines[name]

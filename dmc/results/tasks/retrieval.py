@@ -144,6 +144,16 @@ class Needle(TextRecall):
             raise ValueError(f"together=true has names for {len(NAMES)} depths, not for {len({*self.depths})}")
 
     @override
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        found = super().samples(tokenizer, vocab_size)
+        if not self.together:
+            return found
+        each = self.samples_per_place
+        count = len(self.depths) * each  # of a length
+        groups = [found[begin : begin + count] for begin in range(0, len(found), count)]
+        return [sample for group in groups for text in range(each) for sample in group[text::each]]  # text by text
+
+    @override
     def texts(self, encoder: Encoder) -> list[list[int]]:
         return encoder.filler(self.haystack, max(self.lengths), self.samples_per_place, self.cache_folder)
 
