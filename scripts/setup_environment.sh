@@ -20,7 +20,7 @@ setup_environment() {
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
     [ "$installed" = "$build" ] || install_torch "$build" || return 1
-    .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$1]"
+    pip_install -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
 }
 
@@ -72,8 +72,24 @@ install_torch() {
         from=(--extra-index-url "$index")
     fi
     .venv/bin/python -m pip uninstall -q -y torch 2>/dev/null || true # pip would take one build for the other
-    .venv/bin/python -m pip install -q --disable-pip-version-check "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
+    pip_install "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
 }
+
+# pip_install ARGUMENTS: pip install into .venv; on a terminal one line shows how far it is.
+pip_install() (
+    set -o pipefail
+    if [ -t 2 ]; then
+        .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" | awk '
+            function show(text) { printf "\r\033[K  %s", substr(text, 1, 76) >"/dev/stderr"; fflush("/dev/stderr") }
+            /^ *Collecting / { show(++found " packages: " $2) }
+            /^ *Downloading / { size = $3 " " $4; show(found " packages: " name($2) " " size) }
+            /^Installing collected packages/ { show("installing " gsub(",", ",") + 1 " packages") }
+            function name(file) { sub(/.*\//, "", file); sub(/-.*/, "", file); return file }
+            END { printf "\r\033[K" >"/dev/stderr" }'
+    else
+        .venv/bin/python -m pip install -q --disable-pip-version-check "$@"
+    fi
+)
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail

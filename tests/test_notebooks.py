@@ -117,5 +117,5 @@ def test_cells_are_short_define_nothing_import_little_and_have_no_output(path):
 def test_prose_says_what_is_seen_and_what_is_not_and_how_to_get_a_model(path):
     prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     assert prose.count("**Seen:**") == prose.count("**Not seen:**") >= 2
-    assert "./scripts/quickstart.sh" in prose
+    assert "./scripts/quickstart.sh base=tiny" in prose
     assert {"text_file"} < parameters_of(path)[1]

@@ -52,7 +52,7 @@ import contextlib, sys
 from dmc_scripts.hydra_command import console
 from hydra.core.global_hydra import GlobalHydra
 for command in (
-    "train experiment=quickstart_base plan=true",
+    "train experiment=quickstart_tiny_base plan=true",
     "compare models={base:nowhere} policies=[full,h2o] --cfg job",
     "demo",
     "train --help",
@@ -86,7 +86,7 @@ ANSWER = """
 from pathlib import Path
 from dmc import Engine, SamplingParams, load_model
 from dmc.kernels.cpu_build import _built
-engine = Engine(load_model("outputs/quickstart/retrofit/final"))
+engine = Engine(load_model("outputs/quickstart_tiny/retrofit/final"))
 (answer,) = engine.generate([list(range(200))], SamplingParams(max_new_tokens=16, temperature=0.0))
 print(Path(_built()._name).name if _built() else None, answer.token_ids)
 """
@@ -94,7 +94,7 @@ print(Path(_built()._name).name if _built() else None, answer.token_ids)
 
 def greedy_answer():
     """Answer the prompt of ANSWER by the reference kernels."""
-    engine = Engine(load_model("outputs/quickstart/retrofit/final"), kernels="reference")
+    engine = Engine(load_model("outputs/quickstart_tiny/retrofit/final"), kernels="reference")
     (answer,) = engine.generate([list(range(200))], SamplingParams(max_new_tokens=16, temperature=0.0))
     return answer.token_ids
 
@@ -130,9 +130,14 @@ def check_measurements(folder, shown):
     )
     right = [answer == sample.continuation[0] for answer, sample in zip(answers, samples, strict=True)]
     assert recall.loc["control, full", "value"] == pytest.approx(sum(right) / len(right))
-    assert (folder / "table.md").read_text().strip() in shown and "outputs/quickstart/report/report.html" in shown
+    lines = {line.split("  ")[0]: line for line in shown.splitlines()}
+    for title, name in {"control, full": "control full cache", "retrofit, learned, CR 4": "retrofit (learned)"}.items():
+        right, lost = recall.loc[title], loss.loc[title]
+        assert f" {right['value'] * right['samples']:.0f} of {right['samples']} (" in lines[name]
+        assert f" {right['bytes_per_token']:,.0f} (" in lines[name] and f" {lost['value']:.3f}" in lines[name]
+    assert "outputs/quickstart_tiny/report/report.html" in shown and "stdlib recall: " in shown
     assert "retrofit (learned)" in (folder / "report/report.html").read_text()
-    assert re.search(r"^\d+ s in all; as a page: ", shown, flags=re.M)
+    assert re.search(r"^\d+ s in all. The page with all plots and tables: ", shown, flags=re.M)
     data = TextData(read_config(folder / "retrofit"), tokenizer, total_steps=1)
     contexts, measured = data.held_out("calibration", has_questions=False), folder / "retrofit/final/retrofit.json"
     assert json.loads(measured.read_text())["metrics"]["achieved_ratio_on_calibration_text"] == pytest.approx(
@@ -181,9 +186,10 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
 
     # The main job, shortened, with the kernels that came along: here is no compiler.
     alone = {"CXX": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")} if compiles else {}
-    shown = run(str(binaries / "dmc-quickstart"), "--base", *BASE, "--retrofit", *RETROFIT, **alone)
+    from_scratch = ("base=tiny", "--base", *BASE, "--retrofit", *RETROFIT)
+    shown = run(str(binaries / "dmc-quickstart"), *from_scratch, **alone)
     monkeypatch.chdir(home)
-    check_measurements(home / "outputs/quickstart", shown)
+    check_measurements(home / "outputs/quickstart_tiny", shown)
     if compiles:
         # what ran so far used the best level of this machine
         library, tokens = run(sys.executable, "-c", ANSWER, ATEN_CPU_CAPABILITY="avx2", **alone).split(maxsplit=1)
@@ -192,10 +198,13 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.syspath_prepend(home)
     stamps = {p: p.stat().st_mtime_ns for p in home.rglob("model.safetensors")}
-    assert not run_script("quickstart.py", "--base", *BASE, "--retrofit", *RETROFIT)  # it is all there
+    assert not run_script("quickstart.py", *from_scratch)  # it is all there
     assert {p: p.stat().st_mtime_ns for p in home.rglob("model.safetensors")} == stamps
 
-    # The examples and commands of README and docs that stand on the models of the main job.
+    # The examples and commands of README and docs that stand on the models of the main job, here the tiny ones.
+    for name, there in (("quickstart", "quickstart_tiny"), ("models/smollm2-135m", "quickstart_tiny/base/final")):
+        (home / "outputs" / name).parent.mkdir(exist_ok=True)
+        (home / "outputs" / name).symlink_to(home / "outputs" / there)
     files = [file for file, _ in examples()]
     for file, code in examples():
         (home / file).write_text(code)
@@ -209,8 +218,8 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     assert "key_norm" in (home / "outputs/compare/table.md").read_text()
 
     capsys.readouterr()
-    model = "model=outputs/quickstart/retrofit/final"
+    model = "model=outputs/quickstart_tiny/retrofit/final"
     assert not run_script("generate.py", model, "prompt=import os", "max_new_tokens=8")
     assert capsys.readouterr().out.startswith("import os")
-    assert not run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
-    assert "is not empty" in run_script("export.py", "run=outputs/quickstart/retrofit", "output=exported")
+    assert not run_script("export.py", "run=outputs/quickstart_tiny/retrofit", "output=exported")
+    assert "is not empty" in run_script("export.py", "run=outputs/quickstart_tiny/retrofit", "output=exported")

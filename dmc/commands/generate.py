@@ -38,6 +38,8 @@ class GenerateConfig:
     """Folder, hub name or GGUF file."""
     prompt: str | None = None
     """Text to continue, after the context if there is one; None: only the context is read."""
+    chat: StrictBool = False
+    """Whether the prompt is a user's turn, which the model's chat template turns into the beginning of an answer."""
     context: str | None = None
     """Text file that is read, and compressed, before the prompt, or folder of a carried cache; None: there is none."""
     save: OutputFolder | None = None
@@ -88,8 +90,9 @@ def generate(config: GenerateConfig) -> None:
             engine.save(session, config.save, config.overwrite)
         if config.prompt is None:
             return
-        print(config.prompt if is_first else "", end="")
-        for event in engine.stream(config.prompt, params, session):
+        print(config.prompt if is_first else "", end="\n" if is_first and config.chat else "")
+        prompt = _as_turn(config.prompt, tokenizer, session is not None) if config.chat else config.prompt
+        for event in engine.stream(prompt, params, session):
             print(event.text if is_first else "", end="", flush=True)
         if is_first and event.request.generation:
             print("\n", file=sys.stderr)
@@ -110,6 +113,19 @@ def _after_context(engine: Engine, folder: str | None, text: str | None, is_firs
             yield session
     else:
         yield None
+
+
+def _as_turn(prompt: str, tokenizer: Any, is_continued: bool) -> list[int]:
+    """Return the tokens of a user's turn and of the beginning of an answer; a text that is continued has begun.
+
+    Raises:
+        ValueError: the model has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat=true: the model has no chat template; leave it out, and the prompt is continued")
+    turn = [{"role": "user", "content": prompt}]
+    tokens = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    return list(tokens[1:] if is_continued and tokens[:1] == [tokenizer.bos_token_id] else tokens)
 
 
 def _read_text(context: str) -> str:

@@ -1,84 +1,154 @@
-"""The quickstart: train a tiny base that retrieves, its control and its retrofit, and measure all of them.
+"""The main job: train gates, compare caches in equal bytes, write a page, and name the commands to go on with.
 
-They answer questions about facts in a compressed text, and predict text after a long context.
+Its model is a pretrained one that the package index has, or a tiny one that it trains itself (`quickstart_tiny.py`).
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dmc.data.config import FactsConfig
-from dmc.models import load_model
-from dmc.models.loading import load_tokenizer, load_with_tokenizer
+import pandas
+import transformers
+
+from dmc.commands.gguf import ImportConfig
+from dmc.config import build_config
+from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
-from dmc.results.grid import CompareConfig, EngineSettings, plan_grid
-from dmc.results.measurement import FULL
+from dmc.results.grid import CompareConfig, plan_grid
 from dmc.results.report import read_folders, write_page
-from dmc.runtime import Engine, SamplingParams
+from dmc.results.verdict import ACCURACY, verdicts_of
 from dmc.training.config import RunConfig
 from dmc.training.model_folder import is_final
 from dmc.training.run import train
 
-NUM_TOGETHER = 32
-"""Number of sequences that are read at the same time."""
-TRAINING_FREE = ["h2o", "tova", "snapkv"]
-"""Policies that run on the control, in as many bytes as the retrofit holds."""
-PROMPT = "def read_lines(path):\n"
-CONTROL, RETROFIT = "control", "retrofit"
+QUESTION = "What is a paper clip good for?"
+PROMPT = "def read_lines(path):"
+"""What the command at the end asks a model with a chat template, or lets another go on with."""
+
+LEGEND = (
+    "Questions are asked only after the cache of their text was compressed. Losses are in nats per token; in brackets\n"
+    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and its share of a full cache."
+)
 
 
-def run_quickstart(base: RunConfig, control: RunConfig, retrofit: RunConfig, folder: Path, configs: Path) -> None:
-    """Run or reuse the three trainings, measure every exported model, print the table, write it and a page.
+@dataclass(frozen=True)
+class Quickstart:
+    """What the main job trains, in this order, and measures then."""
+
+    title: str
+    """Title of the page."""
+    runs: dict[str, RunConfig]
+    """Trainings; the last one's model is the result."""
+    grid: CompareConfig
+
+
+def bring_model(settings: Mapping[str, Any]) -> bool:
+    """Bring the pretrained model, unless it is there; return False, and say why in one line, if it cannot be had.
 
     Args:
-        base: pretraining of the base.
-        control: the base trained on for as many steps as the retrofit.
-        retrofit: zero-out, ramp and solidify.
-        folder: folder of all outputs.
+        settings: those of `ImportConfig`.
+    Raises:
+        ValueError: the index has another file under its name.
+        FileExistsError: other files are in its place.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        print(build_config(ImportConfig, settings).run(), file=sys.stderr)
+    except (FileNotFoundError, ImportError) as error:
+        print(f"no pretrained model: {error}. Going on with a tiny base, trained from scratch", file=sys.stderr)
+        return False
+    return True
+
+
+def of_pretrained(retrofit: RunConfig, grid: Mapping[str, Any]) -> Quickstart:
+    """Put together the training of gates on a pretrained model, and what its caches are asked.
+
+    Args:
+        retrofit: training of the gates.
+        grid: settings of `CompareConfig`, with the models `base` and `gates`.
+    """
+    dtype, final = retrofit.training.export_dtype or retrofit.dtype, str(Path(retrofit.output_dir) / "final")
+    paths = {"base": str(retrofit.model), "gates": final}
+    models = {name: {**grid["models"][name], "path": path, "dtype": dtype} for name, path in paths.items()}
+    title = f"Quickstart: a cache of {Path(paths['base']).name} by learned gates"
+    return Quickstart(title, {"gates": retrofit}, build_config(CompareConfig, {**grid, "models": models}))
+
+
+def run_quickstart(job: Quickstart, configs: Path) -> None:
+    """Run or reuse the trainings, measure the models, print what was found, and write the page.
+
+    Args:
+        job: trainings and measurements.
         configs: folder of policies and tasks.
     """
-    start, models = time.perf_counter(), dict[str, Path]()
-    was_trained = all(is_final(Path(config.output_dir) / "final") for config in (base, control, retrofit))
-    for number, (name, config) in enumerate({"base": base, CONTROL: control, RETROFIT: retrofit}.items(), start=1):
-        print(f"[{number}/4] {name}: {config.output_dir}, after {time.perf_counter() - start:.0f} s", flush=True)
-        models[name] = train(config).final
-    print(f"[4/4] measure the exported models, after {time.perf_counter() - start:.0f} s", flush=True)
-    grid = replace(grid_of(models, retrofit, folder), overwrite=not was_trained)
-    table = compare(grid, configs, load_with_tokenizer, only_this_grid=True)
+    transformers.utils.logging.disable_progress_bar()  # of weights, which load in a second
+    start, folder, steps = time.perf_counter(), Path(job.grid.output), len(job.runs) + 1
+
+    def tell(number: int, what: str) -> None:
+        print(f"[{number}/{steps}] {what}, after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+    was_trained = all(is_final(Path(config.output_dir) / "final") for config in job.runs.values())
+    for number, (name, config) in enumerate(job.runs.items(), start=1):
+        tell(number, f"train {name}: {config.output_dir}")
+        final = train(config).final
+    tell(steps, f"measure what each cache loses: {folder}")
+    grid = replace(job.grid, overwrite=not was_trained)
+    compare(grid, configs, load_with_tokenizer, only_this_grid=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
-    page = write_page(findings, folder / "report", "Quickstart: a tiny Llama, retrofitted")
-    sample = _sample(models[RETROFIT])
-    print(f"\n{sample}\n{table}\n\n{time.perf_counter() - start:.0f} s in all; as a page: {page}")
+    page = write_page(findings, folder / "report", job.title)
+    print(f"\n{result_table(findings.summary)}\n\n{LEGEND}\n")
+    print(*verdicts_of(findings.summary, findings.baselines), sep="\n\n")
+    print(f"\n{time.perf_counter() - start:.0f} s in all. The page with all plots and tables: {page}")
+    print(f"\n{closing_words(final)}")
 
 
-def grid_of(models: dict[str, Path], retrofit: RunConfig, folder: Path) -> CompareConfig:
-    """Return the grid of all models: questions about facts in the report split's text, and prediction of the text."""
-    data, length = retrofit.data, retrofit.training.sequence_length
-    facts, tasks = data.facts or FactsConfig(), []
-    for name, source in getattr(data, data.reported_split).items():
-        loss = {"_target_": "dmc.results.tasks.TextLoss", "source": source, "scored_tokens": length // 4}
-        loss |= {"num_samples": retrofit.training.validation_sequences, "context_tokens": length - length // 4}
-        recall = {"_target_": "dmc.results.tasks.FactRecall", "haystack": source, "lengths": [length]}
-        recall |= {"keys": facts.keys, "num_keys": facts.num_keys, "questions": min(8, facts.keys)}
-        both = {f"{name} recall": recall, f"{name} loss": loss}
-        tasks += [{"name": task, "cache_folder": data.cache_folder} | settings for task, settings in both.items()]
-    compared = {
-        name: {"path": str(path), "policies": None if name == CONTROL else [FULL]} for name, path in models.items()
-    }
-    policies, budgets = [FULL, *TRAINING_FREE], [f"bytes:{RETROFIT}"]
-    engine = EngineSettings(max_batch_size=NUM_TOGETHER)
-    return CompareConfig(compared, policies, tasks, budgets, engine, reference=CONTROL, output=str(folder))
+def result_table(summary: pandas.DataFrame) -> str:
+    """Format what each cache holds and loses, a line for each: bytes per token, then right answers, or the loss.
+
+    Args:
+        summary: of `statistics.summarize`, with the column `name`.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for _, line in summary.iterrows():
+        of = line["task"]
+        size = f"{line['bytes_per_token']:,.0f} ({line['share']:.0%})"
+        told = {f"{of}: bytes per token": size, f"{of}: {_measure(line)}": _told(line)}
+        cells.setdefault(line["name"], {}).update(told)
+    table = pandas.DataFrame.from_dict(cells, orient="index").fillna("").rename_axis("cache").reset_index()
+    rows = [[*table.columns], *table.to_numpy().tolist()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _sample(folder: Path) -> str:
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
-    params = SamplingParams(max_new_tokens=96, temperature=0.7, top_p=0.95, seed=0)
-    (generation,) = Engine(model, tokenizer).generate([PROMPT], params)
-    stats, millions = generation.stats, model.num_parameters() / 1e6
+def _measure(line: pandas.Series) -> str:
+    return "right answers" if line["metric"] in ACCURACY else line["metric"].replace("_", " ")
+
+
+def _told(line: pandas.Series) -> str:
+    """Format a value with its standard error: answers are counted, a loss stands with what compression adds to it."""
+    if line["metric"] in ACCURACY:
+        error = "" if pandas.isna(line["value_error"]) else f" (± {line['value_error'] * line['samples']:.1f})"
+        return f"{line['value'] * line['samples']:.0f} of {line['samples']}{error}"
+    if line["is_full"] or pandas.isna(line["lost"]):
+        return f"{line['value']:.3f}"
+    return f"{line['value']:.3f} ({line['lost']:+.3f} ± {line['lost_error']:.3f})"
+
+
+def closing_words(final: Path) -> str:
+    """Return the commands to go on with: to chat, or to write, and to serve."""
+    here = Path("scripts/generate.py").is_file()
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    generate, serve = (f"{python} scripts/{name}.py" if here else f"dmc-{name}" for name in ("generate", "serve"))
+    is_chat = (final / "chat_template.jinja").is_file()
+    ask = f"chat=true prompt='{QUESTION}'" if is_chat else f"prompt='{PROMPT}'"
     return (
-        f"A sample of the compressed model. {millions:.1f}M parameters learn to retrieve, not to write. It holds CR "
-        f"{stats.achieved_ratio:.2f} over {stats.tokens_seen} tokens, for the last {model.config.compression['delay']} "
-        f"always stay.\n\n{PROMPT}{generation.text}"
+        f"{'Chat' if is_chat else 'Write'} with the compressed model:\n  {generate} model={final} {ask}\n"
+        f"Serve it, with OpenAI's API and a chat page at http://127.0.0.1:8000:\n  {serve} model={final}"
     )

@@ -88,10 +88,13 @@ def fresh_model(config: RunConfig, vocab_size: int, seed: int) -> Any:
 
 
 def _keep_quiet() -> None:
-    """Silence device tables, tips, shard counters, and two warnings about which a user can do nothing."""
+    """Silence device tables, tips, shard counters, and warnings about which a user can do nothing."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")  # Lightning calls torch so
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+    if "SLURM_JOB_ID" not in os.environ:
+        warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used.*")
+    warnings.filterwarnings("ignore", message="Total length of `StepLoader` across ranks is zero.*")  # only a fit
     transformers.utils.logging.disable_progress_bar()
 
 

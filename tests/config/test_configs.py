@@ -223,7 +223,7 @@ def test_regimes_have_the_papers_lengths():
 
 
 def test_composed_settings_survive_json():
-    config = composed("experiment=quickstart_retrofit")
+    config = composed("experiment=quickstart_tiny_retrofit")
     assert build_config(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 

@@ -17,4 +17,11 @@ class StepProgressBar(TQDMProgressBar):
         """Add them to Lightning's metrics."""
         latest: dict[str, float] = pl_module.optimization.latest  # type: ignore[assignment, union-attr]
         shown: dict[str, Any] = {name: latest[name] for name in SHOWN if name in latest}
-        return {**super().get_metrics(trainer, pl_module), **shown}
+        others = super().get_metrics(trainer, pl_module)
+        others.pop("v_num", None)  # the number of a log
+        return {**others, **shown}
+
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Name what it shows: a run has one epoch."""
+        super().on_train_epoch_start(trainer, *args)
+        self.train_progress_bar.set_description("train")
