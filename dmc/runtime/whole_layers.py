@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from dmc.compression import CompressionConfig
 from dmc.kernels.base import NO_WEIGHTS, LayerCache, LayerWeights
@@ -32,7 +33,7 @@ def is_whole(layer: nn.Module) -> bool:
         return False
     if hasattr(attention, "compressor"):
         return bool(attention.is_plain) and "forward" not in attention.__dict__
-    stock = llama.LlamaAttention.forward, mistral.MistralAttention.forward
+    stock = llama.LlamaAttention.forward, mistral.MistralAttention.forward, qwen2.Qwen2Attention.forward
     return any(has_code(attention, forward) for forward in stock) and rotates_as_llama(attention)
 
 
