@@ -50,11 +50,12 @@ CONVENTIONS = {
 
 
 @cache
-def stock_of(family):
+def stock_of(family, **changes):
     """Build a stock model of a family; weights are large enough that gates decide both ways, RoPE turns fast."""
     stock_config = FAMILIES[family].config_class.__mro__[2]
     fields = {name for kind in stock_config.__mro__ for name in getattr(kind, "__annotations__", {})}
-    values = {name: value for name, value in SIZES.items() if name in fields} | OF_FAMILY.get(family, {})
+    values = {name: value for name, value in (SIZES | changes).items() if name in fields}
+    values |= OF_FAMILY.get(family, {})
     config = AutoConfig.for_model(family, **values)
     for rope in (
         config.rope_parameters.values() if "full_attention" in config.rope_parameters else [config.rope_parameters]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,6 +144,31 @@ class VisibleKeys:
     """Whether every token has been appended: a query sees one slot more than the one before it, the last one all."""
     chunk_ends: Tensor | None = None
     """What Triton's append of single tokens tells its decode attention: chunks of the heads up to each, int32 [S H]."""
+
+
+Weights = tuple[Tensor, Tensor | None]
+"""Weight of a linear layer, [outputs, inputs], and its bias, [outputs] or None."""
+NO_WEIGHTS = (None, None)
+
+
+class LayerWeights(NamedTuple):
+    """Of a decoder layer like Llama's."""
+
+    norm: Tensor
+    """Before attention, [hidden]."""
+    norm_eps: float
+    mlp_norm: Tensor
+    mlp_norm_eps: float
+    query: Weights
+    key: Weights
+    value: Weights
+    output: Weights
+    """Behind attention."""
+    gate: Weights
+    up: Weights
+    down: Weights
+    adapter: Weights | tuple[None, None] = NO_WEIGHTS
+    """Of gates: rows of decision and importance of each KV head side by side."""
 
 
 HOPPER = 9

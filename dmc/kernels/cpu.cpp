@@ -822,7 +822,7 @@ class Head {
 };
 
 template <class T>
-void append(const Append& a) {
+void enter(const Append& a) {
     const int64_t num_heads = a.sequences * a.heads;
     for (int64_t i = 0; i < num_heads; i++) Head<T>(a, i / a.heads, i % a.heads).grow();
     const int64_t work = a.heads * a.dim * (a.starts[a.sequences] + a.sequences * a.history);
@@ -834,17 +834,50 @@ void append(const Append& a) {
 
 }  // namespace
 
-// out = x W^T for few rows: a BLAS reads the weights of such a product at a fraction of the memory's speed.
+// Products x W^T for few rows, of one x with several matrices: a BLAS reads the weights of such products at a fraction of
+// the memory's speed.
+constexpr int MOST_PRODUCTS = 4;  // stated in cpu.py too
+
+struct Product {
+    const void *weight, *bias;  // [outputs, inputs], [outputs] or null
+    int64_t outputs;
+    void* out;  // [rows, outputs]
+};
+
 struct Linear {
-    int64_t rows, inputs, outputs, threads;
-    const void *x, *weight;  // [rows, inputs], [outputs, inputs]
-    float* out;              // [rows, outputs]
+    int64_t rows, inputs, threads, count;
+    const void* x;  // [rows, inputs]
+    Product products[MOST_PRODUCTS];
+};
+
+struct GatedMlp {  // out = (act(x G^T + g) * (x U^T + u)) D^T + d
+    int64_t rows, inputs, hidden, threads;
+    const void *x, *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
+    int64_t outputs;
+    void* out;
+};
+
+struct RmsNorm {  // out = x / sqrt(mean(x^2) + eps) * weight
+    int64_t rows, dim;
+    double eps;
+    const void *x, *weight;
+    void* out;
+};
+
+struct Rotate {  // x cos + half_turned(x) sin
+    int64_t tokens, heads, dim;
+    const void* x;  // [tokens, heads, dim]
+    int64_t token_step, head_step;
+    const void *cos, *sin;  // [tokens, dim]
+    int64_t table_step;
+    void* out;  // [tokens, heads, dim]
 };
 
 namespace {
 
-constexpr int LINEAR_ROWS = 8;        // rows that share a pass over a row of weights
-constexpr int LINEAR_OUTPUTS = 32;    // rows of weights in a task
+constexpr int LINEAR_OUTPUTS = 32;  // rows of weights in a task
+constexpr int LINEAR_ROWS = 8;      // rows that share a pass over a row of weights
+constexpr int WEIGHTS_AHEAD = 4;    // rows of weights between the one in use and the one that is fetched
 
 inline void widen(const float* from, Vec* to) {
     to[0] = load(from);
@@ -856,11 +889,23 @@ inline void widen(const BFloat16* from, Vec* to) {  // in the order of unpack
     to[1] = (Vec)(pairs & 0xffff0000u);
 }
 
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const BFloat16* from) {
+    const uint32_t bits = uint32_t(from->bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof(float));
+    return value;
+}
+inline void store_one(float* to, float value) { *to = value; }
+inline void store_one(BFloat16* to, float value) { to->bits = uint16_t(rounded(Vec{} + value)[0] >> 16); }
+
 template <class T, int M>
 inline void project(const float* x, int64_t inputs, const T* weight, float* sums) {
     Vec sum[M] = {};
     for (int64_t i = 0; i < inputs; i += 2 * LANES) {
         Vec w[2];
+        for (size_t k = 0; k < 2 * LANES; k += LINE / sizeof(T))
+            __builtin_prefetch(weight + WEIGHTS_AHEAD * inputs + i + k);
         widen(weight + i, w);
         for (int m = 0; m < M; m++) {
             const float* row = x + m * inputs + i;
@@ -880,21 +925,239 @@ inline void project_rows(int64_t rows, const float* x, int64_t inputs, const T* 
     if (rows > M) project_rows<T>(rows - M, x + M * inputs, inputs, weight, sums + M);
 }
 
+// Gives use(row, output, x[row] . weight[output]) for outputs begin..end - 1.
+template <class T, class Use>
+inline void project_span(int64_t rows, const float* x, int64_t inputs, const T* weight, int64_t begin, int64_t end,
+                         float* sums, const Use& use) {
+    for (int64_t i = begin; i < end; i++) {
+        project_rows<T>(rows, x, inputs, weight + i * inputs, sums);
+        for (int64_t row = 0; row < rows; row++) use(row, i, sums[row]);
+    }
+}
+
+// Shares spans of all outputs of some products out among the threads: work(product, first output, end).
+template <class Work>
+inline void share_out(const int64_t* outputs, int64_t count, std::atomic<int64_t>& taken, const Work& work) {
+    for (int64_t task; (task = taken++) >= 0;) {
+        int64_t product = 0;
+        for (; product < count; product++) {
+            const int64_t spans = (outputs[product] + LINEAR_OUTPUTS - 1) / LINEAR_OUTPUTS;
+            if (task < spans) break;
+            task -= spans;
+        }
+        if (product == count) return;
+        work(product, task * LINEAR_OUTPUTS, std::min((task + 1) * LINEAR_OUTPUTS, outputs[product]));
+    }
+}
+
+template <class T>
+inline std::vector<float> unpacked(const void* x, int64_t rows, int64_t inputs) {
+    std::vector<float> to(rows * inputs);
+    for (int64_t row = 0; row < rows; row++)
+        unpack<T>(static_cast<const T*>(x) + row * inputs, int(inputs), to.data() + row * inputs);
+    return to;
+}
+
+template <class T>
+inline float bias_of(const void* bias, int64_t output) {
+    return bias ? load_one(static_cast<const T*>(bias) + output) : 0.0f;
+}
+
 template <class T>
 void linear(const Linear& a) {
-    std::vector<float> x(a.rows * a.inputs);
-    for (int64_t row = 0; row < a.rows; row++)
-        unpack<T>(static_cast<const T*>(a.x) + row * a.inputs, static_cast<int>(a.inputs), x.data() + row * a.inputs);
+    const std::vector<float> x = unpacked<T>(a.x, a.rows, a.inputs);
+    int64_t outputs[MOST_PRODUCTS] = {}, total = 0;
+    for (int64_t i = 0; i < a.count; i++) total += outputs[i] = a.products[i].outputs;
     std::atomic<int64_t> taken{0};
-    on_threads(a.rows * a.inputs * a.outputs < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
+    on_threads(a.rows * a.inputs * total < MIN_PARALLEL_WORK ? 1 : a.threads, [&] {
         std::vector<float> sums(a.rows);
-        for (int64_t begin; (begin = LINEAR_OUTPUTS * taken++) < a.outputs;) {
-            for (int64_t i = begin; i < std::min(begin + LINEAR_OUTPUTS, a.outputs); i++) {
-                project_rows<T>(a.rows, x.data(), a.inputs, static_cast<const T*>(a.weight) + i * a.inputs, sums.data());
-                for (int64_t row = 0; row < a.rows; row++) a.out[row * a.outputs + i] = sums[row];
-            }
-        }
+        share_out(outputs, a.count, taken, [&](int64_t i, int64_t begin, int64_t end) {
+            const Product& p = a.products[i];
+            project_span(a.rows, x.data(), a.inputs, static_cast<const T*>(p.weight), begin, end, sums.data(),
+                         [&](int64_t row, int64_t output, float sum) {
+                             store_one(static_cast<T*>(p.out) + row * p.outputs + output,
+                                       sum + bias_of<T>(p.bias, output));
+                         });
+        });
     });
+}
+
+inline float silu(float x) {
+    const float small = exp2_of(-std::fabs(x) * LOG2_E);  // e^-|x|
+    return x * ((x >= 0 ? 1.0f : small) / (1.0f + small));
+}
+
+template <class T>
+void gated_mlp(const GatedMlp& a) {
+    const std::vector<float> x = unpacked<T>(a.x, a.rows, a.inputs);
+    std::vector<T> between(a.rows * a.hidden);
+    std::atomic<int64_t> taken{0}, taken_down{0};
+    const int64_t work = a.rows * a.hidden * std::min(2 * a.inputs, a.outputs);
+    const int64_t threads = work < MIN_PARALLEL_WORK ? 1 : a.threads;
+    on_threads(threads, [&] {
+        std::vector<float> sums(a.rows), gates(a.rows * LINEAR_OUTPUTS);
+        share_out(&a.hidden, 1, taken, [&](int64_t, int64_t begin, int64_t end) {
+            project_span(a.rows, x.data(), a.inputs, static_cast<const T*>(a.gate), begin, end, sums.data(),
+                         [&](int64_t row, int64_t i, float sum) {
+                             gates[row * LINEAR_OUTPUTS + i - begin] = silu(sum + bias_of<T>(a.gate_bias, i));
+                         });
+            project_span(a.rows, x.data(), a.inputs, static_cast<const T*>(a.up), begin, end, sums.data(),
+                         [&](int64_t row, int64_t i, float sum) {
+                             store_one(&between[row * a.hidden + i],
+                                       gates[row * LINEAR_OUTPUTS + i - begin] * (sum + bias_of<T>(a.up_bias, i)));
+                         });
+        });
+    });
+    const std::vector<float> given = unpacked<T>(between.data(), a.rows, a.hidden);
+    on_threads(threads, [&] {
+        std::vector<float> sums(a.rows);
+        share_out(&a.outputs, 1, taken_down, [&](int64_t, int64_t begin, int64_t end) {
+            project_span(a.rows, given.data(), a.hidden, static_cast<const T*>(a.down), begin, end, sums.data(),
+                         [&](int64_t row, int64_t i, float sum) {
+                             store_one(static_cast<T*>(a.out) + row * a.outputs + i, sum + bias_of<T>(a.down_bias, i));
+                         });
+        });
+    });
+}
+
+template <class T>
+void rms_norm(const RmsNorm& a) {
+    for (int64_t row = 0; row < a.rows; row++) {
+        const T* x = static_cast<const T*>(a.x) + row * a.dim;
+        T* out = static_cast<T*>(a.out) + row * a.dim;
+        Vec squares = {};
+        for (int64_t d = 0; d < a.dim; d += LANES) {
+            const Vec values = load(x + d);
+            squares += values * values;
+        }
+        const float factor = 1.0f / std::sqrt(sum_of(squares) / float(a.dim) + float(a.eps));
+        for (int64_t d = 0; d < a.dim; d += LANES) {
+            store(out + d, load(x + d) * factor);  // rounded before the weights, as transformers does
+            store(out + d, load(out + d) * load(static_cast<const T*>(a.weight) + d));
+        }
+    }
+}
+
+// out = x cos + half_turned(x) sin
+template <class T, class C>
+inline void rotate_one(const T* x, const C* cos, const C* sin, int64_t dim, T* out) {
+    const int64_t half = dim / 2;
+    for (int64_t d = 0; d < half; d += LANES) {
+        const Vec first = load(x + d), second = load(x + half + d);
+        store(out + d, first * load(cos + d) - second * load(sin + d));
+        store(out + half + d, second * load(cos + half + d) + first * load(sin + half + d));
+    }
+}
+
+template <class T>
+void rotate(const Rotate& a) {
+    for (int64_t token = 0; token < a.tokens; token++) {
+        const T* cos = static_cast<const T*>(a.cos) + token * a.table_step;
+        const T* sin = static_cast<const T*>(a.sin) + token * a.table_step;
+        for (int64_t head = 0; head < a.heads; head++) {
+            const T* x = static_cast<const T*>(a.x) + token * a.token_step + head * a.head_step;
+            rotate_one(x, cos, sin, a.dim, static_cast<T*>(a.out) + (token * a.heads + head) * a.dim);
+        }
+    }
+}
+
+}  // namespace
+
+// One token of each sequence through a whole decoder layer: norm, projections, gates, RoPE, cache, attention, W_o, norm, MLP,
+// with the residuals. What `append` is given of new tokens, and what it gives back, lies in buffers of its own.
+struct DecodeLayer {
+    int64_t hidden, group;
+    const void *x, *norm, *mlp_norm;  // [S, hidden], [hidden], [hidden]
+    double norm_eps, mlp_norm_eps;
+    const void *query, *query_bias, *key, *key_bias, *value, *value_bias, *output, *output_bias;
+    const void *adapter, *adapter_bias;  // rows of decision and importance of each head side by side, or null
+    double decision_scale, decision_offset, omega_offset, omega_eps;
+    int64_t weighs;  // whether omega is learned; else it is 1
+    GatedMlp mlp;    // without x and out
+    double scaling;
+    void* out;  // [S, hidden]
+    Append append;
+};
+
+namespace {
+
+template <class T>
+void add_to(T* sums, const void* other, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store(sums + i, load(sums + i) + load(static_cast<const T*>(other) + i));
+}
+
+template <class T>
+void decode_layer(const DecodeLayer& a) {
+    Append append = a.append;
+    const int64_t rows = append.sequences, heads = append.heads, dim = append.dim, of_keys = heads * dim;
+    const int64_t of_queries = a.group * of_keys, threads = append.threads;
+    std::vector<T> normed(rows * a.hidden), query(rows * of_queries), key(rows * of_keys), value(rows * of_keys);
+    std::vector<T> logits(a.adapter ? rows * 2 * heads : 0), attended(rows * of_queries), between(rows * a.hidden);
+    rms_norm<T>({rows, a.hidden, a.norm_eps, a.x, a.norm, normed.data()});
+    Linear projections = {rows, a.hidden, threads, a.adapter ? 4 : 3, normed.data(), {}};
+    projections.products[0] = {a.query, a.query_bias, of_queries, query.data()};
+    projections.products[1] = {a.key, a.key_bias, of_keys, key.data()};
+    projections.products[2] = {a.value, a.value_bias, of_keys, value.data()};
+    projections.products[3] = {a.adapter, a.adapter_bias, 2 * heads, logits.data()};
+    linear<T>(projections);
+    const std::unique_ptr<bool[]> decisions(new bool[rows * heads]);
+    std::vector<float> omega(rows * heads, 1.0f);
+    if (a.adapter)
+        for (int64_t i = 0; i < rows * heads; i++) {
+            decisions[i] = float(a.decision_scale) * load_one(&logits[2 * i]) - float(a.decision_offset) > 0;
+            const float importance = load_one(&logits[2 * i + 1]) + float(a.omega_offset);
+            if (a.weighs) omega[i] = 1 / (1 + std::exp(-importance)) + float(a.omega_eps);
+        }
+    const auto turn = [&](std::vector<T>& states, int64_t count) {
+        const std::vector<T> plain = states;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t head = 0; head < count; head++) {
+                const int64_t at = (row * count + head) * dim, place = (row + 1) * (append.delay + 1) - 1;
+                rotate_one(&plain[at], append.cos + place * dim, append.sin + place * dim, dim, &states[at]);
+            }
+    };
+    turn(query, a.group * heads);
+    if (!append.gated) turn(key, heads);
+    std::vector<int32_t> seen(rows * heads);
+    const int64_t num_recent = append.delay > 0 ? rows * append.delay : 0;
+    std::vector<T> recent_key(num_recent * of_keys), recent_value(num_recent * of_keys);
+    const std::unique_ptr<bool[]> recent_exists(new bool[num_recent]);
+    append.key = key.data(), append.value = value.data();
+    append.key_step = append.value_step = of_keys, append.key_head_step = append.value_head_step = dim;
+    append.decisions = decisions.get(), append.omega = omega.data();
+    append.decisions_step = append.omega_step = heads, append.decisions_head_step = append.omega_head_step = 1;
+    append.seen = seen.data();
+    if (num_recent > 0) {
+        append.recent_key = recent_key.data(), append.recent_value = recent_value.data();
+        append.recent_exists = recent_exists.get();
+    }
+    enter<T>(append);
+    Attention attention = {};
+    attention.sequences = rows, attention.kv_heads = heads, attention.group = a.group, attention.dim = dim;
+    attention.block = append.block, attention.threads = threads, attention.scaling = a.scaling;
+    attention.query = query.data(), attention.query_step = of_queries, attention.query_head_step = dim;
+    attention.key_pages = append.key_pages, attention.value_pages = append.value_pages;
+    attention.key_scales = append.key_scales, attention.value_scales = append.value_scales;
+    attention.rows = append.rows, attention.tables = append.tables;
+    attention.table_row_step = append.table_row_step, attention.table_head_step = append.table_head_step;
+    attention.slots = append.lengths, attention.slots_by_row = 1;
+    attention.recent_key = append.recent_key, attention.recent_value = append.recent_value;
+    attention.recent_exists = append.recent_exists, attention.delay = append.delay;
+    attention.out = attended.data(), attention.num_rows = append.num_rows, attention.num_slots = append.num_slots;
+    if (append.key_scales)
+        attend<T, int8_t>(attention);
+    else
+        attend<T, T>(attention);
+    Linear output = {rows, of_queries, threads, 1, attended.data(), {}};
+    output.products[0] = {a.output, a.output_bias, a.hidden, between.data()};
+    linear<T>(output);
+    add_to(between.data(), a.x, rows * a.hidden);
+    rms_norm<T>({rows, a.hidden, a.mlp_norm_eps, between.data(), a.mlp_norm, normed.data()});
+    GatedMlp mlp = a.mlp;
+    mlp.x = normed.data(), mlp.out = a.out;
+    gated_mlp<T>(mlp);
+    add_to(static_cast<T*>(a.out), between.data(), rows * a.hidden);
 }
 
 }  // namespace
@@ -1374,6 +1637,19 @@ inline const char* wrong(const Received& v) {
     });
 }
 
+// Its new tokens are not there yet: each is taken to be appended.
+inline const char* wrong(const DecodeLayer& a) {
+    const Append& to = a.append;
+    if (const char* found = wrong_rows(to.rows, to.sequences, to.num_rows)) return found;
+    int64_t blocks = 0;
+    for (int64_t i = 0; i < to.sequences * to.heads; i++) {
+        const int64_t length = to.lengths[to.rows[i / to.heads] * to.heads + i % to.heads];
+        if (length < 0 || length + 1 > to.num_slots) return TOO_LONG;
+        blocks += length % to.block == 0;
+    }
+    return blocks <= *to.num_free ? nullptr : NO_BLOCK;
+}
+
 template <class Work>
 const char* unless(const char* found, const Work& work) {
     if (found == nullptr) work();
@@ -1397,8 +1673,16 @@ CHECKED(attend_float32_int8, Attention, wrong(a), (attend<float, int8_t>(a)))
 CHECKED(attend_bfloat16_int8, Attention, wrong(a), (attend<BFloat16, int8_t>(a)))
 CHECKED(linear_float32, Linear, nullptr, linear<float>(a))
 CHECKED(linear_bfloat16, Linear, nullptr, linear<BFloat16>(a))
-CHECKED(append_float32, Append, wrong<float>(a), append<float>(a))
-CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), append<BFloat16>(a))
+CHECKED(decode_layer_float32, DecodeLayer, wrong(a), decode_layer<float>(a))
+CHECKED(decode_layer_bfloat16, DecodeLayer, wrong(a), decode_layer<BFloat16>(a))
+CHECKED(gated_mlp_float32, GatedMlp, nullptr, gated_mlp<float>(a))
+CHECKED(gated_mlp_bfloat16, GatedMlp, nullptr, gated_mlp<BFloat16>(a))
+CHECKED(rms_norm_float32, RmsNorm, nullptr, rms_norm<float>(a))
+CHECKED(rms_norm_bfloat16, RmsNorm, nullptr, rms_norm<BFloat16>(a))
+CHECKED(rotate_float32, Rotate, nullptr, rotate<float>(a))
+CHECKED(rotate_bfloat16, Rotate, nullptr, rotate<BFloat16>(a))
+CHECKED(append_float32, Append, wrong<float>(a), enter<float>(a))
+CHECKED(append_bfloat16, Append, wrong<BFloat16>(a), enter<BFloat16>(a))
 CHECKED(compact, Compact, wrong(a), compact(a))
 CHECKED(evict, Evict, wrong(a), evict(a))
 CHECKED(write_metadata, WriteMetadata, wrong(a), write_metadata(a))

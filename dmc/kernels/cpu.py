@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -15,20 +13,26 @@ from torch import Tensor
 
 from dmc.compression import CompressionConfig
 from dmc.kernels import reference
-from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
+from dmc.kernels.base import LayerCache, LayerWeights, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.cpu_build import load_library
+from dmc.kernels.cpu_call import SUFFIXES, call
+from dmc.kernels.cpu_layers import STEP
+from dmc.kernels.cpu_layers import fits as fits
+from dmc.kernels.cpu_layers import gated_mlp as gated_mlp
+from dmc.kernels.cpu_layers import linear as linear
+from dmc.kernels.cpu_layers import linear_together as linear_together
+from dmc.kernels.cpu_layers import rms_norm as rms_norm
+from dmc.kernels.cpu_layers import rotate as rotate
+from dmc.kernels.cpu_layers import rotates as rotates
 from dmc.kernels.layout import history_size
 from dmc.kernels.reference import append_to_ring as append_to_ring
 
-SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 DIM_STEP, MAX_DIM = 16, 256
 """Compiled head sizes: multiples of `DIM_STEP` up to `MAX_DIM`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
-LINEAR_ROWS, LINEAR_STEP = 16, 32
-"""Maximum rows of a compiled linear layer, and the divisor of its number of inputs."""
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int, device: torch.device) -> str | None:
@@ -82,18 +86,108 @@ def append_or_merge(
         seen.open_slot = OpenSlotState(*_raw(key, num_tokens))
     if delay > 0:
         seen.recent = Recent(*_raw(key, num_tokens + sequences * (delay - 1)))
-    _call(
-        "append_" + SUFFIXES[key.dtype],
-        *(sequences, heads, dim, cache.block_size, history_size(config), delay, torch.get_num_threads()),
-        *(config is not None, merges, 0 if config is None else config.window_size or 0),
-        *(batch.row_index, batch.cu_seqlens, batch.positions, key, value, *key.stride()[:2], *value.stride()[:2]),
-        *(tokens.decisions, *_strides(tokens.decisions), tokens.omega, *_strides(tokens.omega), cos, sin),
+    strides = *key.stride()[:2], *value.stride()[:2]
+    gates = tokens.decisions, *_strides(tokens.decisions), tokens.omega, *_strides(tokens.omega)
+    made = seen.slots, *_parts(seen.open_slot), *_parts(seen.recent)
+    fields = _append_fields(cache, batch, config, (key, value, *strides), gates, (cos, sin), made)
+    call("append_" + SUFFIXES[key.dtype], *fields)
+    return seen
+
+
+NO_TOKENS, NO_GATES, NOTHING_MADE = (None, None, 0, 0, 0, 0), (None, 0, 0, None, 0, 0), (None,) * 7
+"""Fields of an append whose tokens compiled code makes itself."""
+
+
+def _append_fields(
+    cache: LayerCache,
+    batch: ForwardBatch,
+    config: CompressionConfig | None,
+    tokens: tuple[Any, ...],
+    gates: tuple[Any, ...],
+    rotary: tuple[Tensor | None, Tensor | None],
+    made: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Return the fields of `Append`."""
+    delay, window = (0, 0) if config is None else (config.delay, config.window_size or 0)
+    return (
+        *(len(batch.rows), cache.lengths.shape[1], cache.key_pages.shape[-1], cache.block_size),
+        *(history_size(config), delay, torch.get_num_threads()),
+        *(config is not None, config is not None and config.action == "merge", window),
+        *(batch.row_index, batch.cu_seqlens, batch.positions, *tokens, *gates, *rotary),
         *(*_entry_pages(cache), cache.free_blocks, cache.num_free, *_table(cache.block_tables), cache.lengths),
         *(cache.history_key, cache.history_value, cache.history_decisions, cache.history_omega),
-        *(cache.mean, cache.weight, seen.slots, *_parts(seen.open_slot), *_parts(seen.recent)),
-        *_bounds(cache.block_tables, cache.block_size),
+        *(cache.mean, cache.weight, *made, *_bounds(cache.block_tables, cache.block_size)),
     )
-    return seen
+
+
+def why_not_whole(weights: LayerWeights, cache: LayerCache, config: CompressionConfig | None) -> str | None:
+    """Say why `decode_layer` cannot serve a layer with these weights and this cache; None if it can."""
+    raw, heads = _raw_like(cache), cache.lengths.shape[1]
+    if not _has_code(cache.key_pages, raw) or cache.entry_metadata or cache.sinks is not None:
+        return "its cache"
+    _expect_cache(cache, config)
+    dim, hidden, between = cache.key_pages.shape[-1], weights.norm.shape[0], weights.up[0].shape[0]
+    of_queries = weights.query[0].shape[0]
+    sizes = {"query": (of_queries, hidden), "key": (heads * dim, hidden), "value": (heads * dim, hidden)}
+    sizes |= {"output": (hidden, of_queries), "gate": (between, hidden), "up": (between, hidden)}
+    sizes |= {"down": (hidden, between), "adapter": (2 * heads, hidden)}
+    if hidden % STEP or between % STEP or dim % STEP or of_queries % (heads * dim):
+        return "its sizes"
+    for name, size in sizes.items():
+        weight, bias = getattr(weights, name)
+        if weight is None and name == "adapter":
+            continue
+        parts = [(weight, size), *([] if bias is None else [(bias, size[:1])])]
+        if not all(_is_dense(part, raw.dtype, shape) for part, shape in parts):
+            return f"its {name}"
+    if not all(_is_dense(norm, raw.dtype, (hidden,)) for norm in (weights.norm, weights.mlp_norm)):
+        return "its norms"
+    return None
+
+
+def decode_layer(
+    x: Tensor,
+    weights: LayerWeights,
+    cache: LayerCache,
+    batch: ForwardBatch,
+    config: CompressionConfig | None,
+    rotary: tuple[Tensor, Tensor],
+    scaling: float,
+) -> Tensor:
+    """Run a decoder layer like Llama's, cache, gates and MLP included, over one token of each sequence in one call.
+
+    Args:
+        x: hidden states, [1, S, hidden], at most `ROWS` of them.
+        weights: see `why_not_whole`, which has found nothing.
+        cache: of the layer.
+        batch: which sequences.
+        config: of gates that read the hidden state and decide for each head; None: there are none.
+        rotary: cos and sin by halves, float32: without gates at the new tokens, [S, D], else those of `batch`.
+        scaling: factor on the scores.
+    Returns:
+        [1, S, hidden].
+    """
+    num_sequences, hidden, between = len(batch.rows), x.shape[-1], weights.up[0].shape[0]
+    delay = 0 if config is None else config.delay
+    _expect("hidden states", x, weights.norm.dtype, (1, num_sequences, hidden))
+    for name, table in zip(("cos", "sin"), rotary, strict=True):
+        _expect(name, table, torch.float32, (num_sequences * (1 + delay), cache.key_pages.shape[-1]))
+    _expect_batch(batch)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    gates: tuple[Any, ...] = (0.0, 0.0, 0.0, 0.0, False)
+    if config is not None:
+        gates = config.decision_scale, config.decision_offset, config.omega_offset, config.eps
+        gates = *map(float, gates), config.weighting == "learned"
+    mlp = num_sequences, hidden, between, torch.get_num_threads(), None, *weights.gate, *weights.up, *weights.down
+    group = weights.query[0].shape[0] // weights.key[0].shape[0]
+    call(
+        "decode_layer_" + SUFFIXES[x.dtype],
+        *(hidden, group, x, weights.norm, weights.mlp_norm, float(weights.norm_eps), float(weights.mlp_norm_eps)),
+        *(*weights.query, *weights.key, *weights.value, *weights.output, *weights.adapter, *gates),
+        *(*mlp, hidden, None, float(scaling), out),
+        *_append_fields(cache, batch, config, NO_TOKENS, NO_GATES, rotary, NOTHING_MADE),
+    )
+    return out
 
 
 @_or_reference
@@ -101,7 +195,7 @@ def compact(cache: LayerCache, rows: Tensor, keep: Tensor) -> None:
     """See `reference.compact`."""
     keep = keep.contiguous()
     _expect("keep", keep, torch.bool, (len(rows), cache.lengths.shape[1], keep.shape[-1]))
-    _call("compact", *_heads(cache, rows, cache.slot_pages), keep, keep.shape[-1])
+    call("compact", *_heads(cache, rows, cache.slot_pages), keep, keep.shape[-1])
 
 
 @_or_reference
@@ -109,7 +203,7 @@ def evict(cache: LayerCache, rows: Tensor, slots: Tensor) -> None:
     """See `reference.evict`."""
     slots = slots.contiguous()
     _expect("slots", slots, torch.int64, (len(rows), cache.lengths.shape[1]))
-    _call("evict", *_heads(cache, rows, cache.slot_pages), slots)
+    call("evict", *_heads(cache, rows, cache.slot_pages), slots)
 
 
 @_or_reference
@@ -121,7 +215,7 @@ def write_metadata(cache: LayerCache, batch: ForwardBatch, metadata: dict[str, T
         _expect(name, values, page.dtype, (batch.num_tokens, cache.lengths.shape[1]))
     _expect_batch(batch)
     addresses = _int64s(values.data_ptr() for values in numbers)
-    _call("write_metadata", *_heads(cache, batch.row_index, pages), batch.cu_seqlens, addresses)
+    call("write_metadata", *_heads(cache, batch.row_index, pages), batch.cu_seqlens, addresses)
 
 
 @_or_reference
@@ -131,7 +225,7 @@ def read_metadata(cache: LayerCache, rows: Tensor, names: Sequence[str], num_slo
     read = [page.new_empty(len(rows), cache.lengths.shape[1], num_slots) for page in pages]
     addresses = _int64s(values.data_ptr() for values in read)
     fills = _int64s(0 if page.is_floating_point() else -1 for page in pages)
-    _call("read_metadata", *_heads(cache, rows, pages), num_slots, addresses, fills)
+    call("read_metadata", *_heads(cache, rows, pages), num_slots, addresses, fills)
     return read
 
 
@@ -145,7 +239,7 @@ def add_attention(cache: LayerCache, rows: Tensor, scores: Tensor, powers: dict[
     attention = torch.empty(sequences, kv_heads, num_slots)
     heads = _heads(cache, rows, [cache.entry_metadata[name] for name in powers])
     scored = (scores, *scores.stride()[:2], _int64s(powers.values()), attention)
-    _call("add_attention", *heads, query_heads // kv_heads, num_slots, *scored)
+    call("add_attention", *heads, query_heads // kv_heads, num_slots, *scored)
     return attention
 
 
@@ -156,7 +250,7 @@ def nth_newest(positions: Tensor, counts: Tensor) -> Tensor:
     _expect("positions", positions, torch.int32, positions.shape)
     _expect("counts", counts, torch.int64, positions.shape[:-1])
     found = torch.empty(counts.shape, dtype=torch.int32)
-    _call("nth_newest", counts.numel(), positions.shape[-1], torch.get_num_threads(), positions, counts, found)
+    call("nth_newest", counts.numel(), positions.shape[-1], torch.get_num_threads(), positions, counts, found)
     return found
 
 
@@ -170,7 +264,7 @@ def eviction_candidate(scores: Tensor, positions: Tensor, lengths: Tensor, limit
     _expect("lengths", lengths, torch.int64, scores.shape[:2])
     _expect("limits", limits, torch.int64, scores.shape[:1])
     given = (scores, *scores.stride()[:2], positions, lengths, limits, slots)
-    _call("eviction_candidate", *scores.shape, torch.get_num_threads(), *given)
+    call("eviction_candidate", *scores.shape, torch.get_num_threads(), *given)
     return slots
 
 
@@ -191,7 +285,7 @@ def attention_received(
     columns = torch.zeros(len(batch.rows), heads, group, num_entries)
     squares = torch.zeros(len(batch.rows), heads, num_entries)
     keys = [cache.key_pages] if cache.key_scales is None else [cache.key_pages, cache.key_scales]
-    _call(
+    call(
         _named("receive", query, cache.key_pages),
         *_heads(cache, batch.row_index, keys),
         *(query.shape[-1], group, batch.most_new, num_entries, float(scaling), batch.cu_seqlens),
@@ -255,25 +349,6 @@ def prefill_attention(
     return attended if lse is None else (attended, lse)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + b; compiled for up to 16 rows, where a BLAS is slow, and else as torch does.
-
-    Args:
-        x: [..., inputs].
-        weight: [outputs, inputs].
-        bias: [outputs] or None.
-    """
-    rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
-    alike = x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and x.shape[-1] == inputs
-    fits = alike and 1 <= rows <= LINEAR_ROWS and inputs % LINEAR_STEP == 0 and weight.is_contiguous()
-    if not fits or x.dtype not in SUFFIXES or load_library() is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], outputs)
-    _call("linear_" + SUFFIXES[x.dtype], rows, inputs, outputs, torch.get_num_threads(), x, weight, out)
-    return (out if bias is None else out + bias).to(x.dtype)
-
-
 def _attend(
     query: Tensor,
     key_pages: Tensor,
@@ -315,7 +390,7 @@ def _attend(
             _expect("raw keys", raw.key, query.dtype, (num_tokens + extra, kv_heads, dim))
             _expect("raw values", raw.value, query.dtype, raw.key.shape)
             _expect("exists", raw.exists, torch.bool, raw.key.shape[:1])
-    _call(
+    call(
         _named("attend", query, key_pages),
         *(sequences, kv_heads, heads // kv_heads, dim, key_pages.shape[1], torch.get_num_threads(), float(scaling)),
         *(None if batch is None else batch.cu_seqlens, query, *query.stride()[:2], key_pages, value_pages),
@@ -379,38 +454,6 @@ def _bounds(tables: Tensor, block_size: int) -> tuple[int, int]:
     return tables.shape[0], tables.shape[2] * block_size
 
 
-def _call(name: str, *given: Any) -> None:
-    """Run a compiled function, which takes a structure with these fields: tensors, arrays (by address) and numbers.
-
-    Raises:
-        ValueError: an index is out of bounds; nothing has changed.
-    """
-    library = load_library()
-    assert library is not None
-    numbers = [  # most are one of three kinds: a call of `_field` for all would take as long as the rest
-        n if type(n) is int else 0 if n is None else n.data_ptr() if type(n) is Tensor else _field(n) for n in given
-    ]
-    fields = struct.pack(f"={len(numbers)}q", *numbers)  # an array of ctypes takes five times as long
-    if (problem := _function(library, name)(fields)) is not None:
-        raise ValueError(f"kernels.cpu: {problem.decode()}; nothing has changed")
-
-
-def _field(given: Tensor | ctypes.Array[ctypes.c_int64] | float) -> int:
-    """Return the 8 bytes of a field as a number."""
-    if isinstance(given, Tensor):
-        return given.data_ptr()
-    if isinstance(given, float):
-        return int.from_bytes(struct.pack("=d", given), sys.byteorder, signed=True)
-    return given if isinstance(given, int) else ctypes.addressof(given)
-
-
-@functools.cache
-def _function(library: ctypes.CDLL, name: str) -> Callable[..., bytes | None]:
-    function = getattr(library, name)
-    function.restype = ctypes.c_char_p
-    return function
-
-
 def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], dense: bool = True) -> None:
     """Refuse a tensor that compiled code, which sees only its address, would misread."""
     if tensor.is_cpu and tensor.dtype is dtype and tensor.shape == shape and (not dense or tensor.is_contiguous()):
@@ -420,6 +463,10 @@ def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int],
         f"expected {dtype} {tuple(shape)}{', dense' if dense else ''} on cpu (an engine serves its model where it was "
         "when the engine was made)"
     )
+
+
+def _is_dense(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return tensor.is_cpu and tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous()
 
 
 def _expect_cache(cache: LayerCache, config: CompressionConfig | None) -> None:

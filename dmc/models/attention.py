@@ -29,6 +29,7 @@ from dmc.models.rotation import Rotation
 from dmc.ranks import ALONE, Ranks, local_part
 
 THRESHOLDED = GateMode()
+HALVES = Rotation(neighbors=False, repeats=False)
 
 
 class CompressedAttentionMixin(nn.Module):
@@ -134,6 +135,14 @@ class CompressedAttentionMixin(nn.Module):
             )
             return query, key
         return self.q_norm(query), self.k_norm(key)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether W_q, W_k and W_v, gates, RoPE by halves of all channels, attention and W_o are all of the layer."""
+        beside = ("qkv_proj", "attn_sub_norm", "sinks")
+        more = self.normalizes or self.gates_output or any(hasattr(self, name) for name in beside)
+        scales = getattr(self.config, "clip_qkv", None) is not None or self._position_beta is not None
+        return self.rotates and self.rotation == HALVES and not (more or scales)
 
     @property
     def _position_beta(self) -> float | None:

@@ -228,6 +228,8 @@ class LossHead(nn.Linear):
     The weight is read in this module's own forward, where every kind of sharding has gathered it.
     """
 
+    is_linear_without_targets = True
+    """Given hidden states alone it does what `nn.Linear` does: the engine may compute that in another way."""
     most_chunks: int | None = None
     """Chunks of the vocabulary to compute, of tensors without data alone: what they hold, the others hold too."""
 

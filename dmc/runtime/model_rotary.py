@@ -76,6 +76,8 @@ class TwoPositions(PagedForward):
         cache: the engine's; nothing is written.
     """
 
+    serves_whole_layers = False
+
     def __init__(self, cache: PagedCache) -> None:
         self.cache, self._num_attended = cache, 0
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}

@@ -9,13 +9,13 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch.fx.experimental._config
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -79,21 +79,6 @@ def use_paged_attention(view: Any) -> None:
         if (recurrent := getattr(module, "linear_attn", None)) is not None:
             run = recurrent.__dict__.get("forward") or functools.partial(type(recurrent).forward, recurrent)
             recurrent.__dict__["forward"] = functools.partial(stock_recurrent, recurrent, run)
-
-
-def use_backend_linear(view: nn.Module, backend: ModuleType) -> None:
-    """Let linear layers of a view call `backend.linear`, if there is one, which is faster for few rows.
-
-    A layer with a `forward` of its own, as offloading and adapters set one, is left alone.
-    """
-    linear = getattr(backend, "linear", None)
-    for module in view.modules():
-        if linear is not None and type(module) is nn.Linear and "forward" not in module.__dict__:
-            module.__dict__["forward"] = functools.partial(_multiply, linear, module)
-
-
-def _multiply(linear: Any, module: nn.Linear, states: Tensor) -> Tensor:
-    return linear(states, module.weight, module.bias)
 
 
 def compile_layers(view: nn.Module) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dmc.compression import DecidedTokens, fixed_decisions, leader_scale, rotate
+from dmc.compression import CompressionConfig, DecidedTokens, fixed_decisions, leader_scale, rotate
 from dmc.compression.base import RunRecurrent
-from dmc.kernels.base import NewTokens
+from dmc.kernels.base import LayerCache, NewTokens
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.recurrent import run_layer
 from dmc.policies.layer_attention import CacheAttention
@@ -32,6 +32,16 @@ HARMLESS = {
 
 SINKS = ("sink", "sinks")
 """Names of a layer's attention sinks, which it hands on as `s_aux`."""
+
+
+class WholeLayer(NamedTuple):
+    """A layer's cache and the tokens that enter it, as a backend runs the whole layer."""
+
+    cache: LayerCache
+    batch: ForwardBatch
+    config: CompressionConfig | None
+    rotary: tuple[Tensor, Tensor]
+    """cos and sin, float32, of the batch's tokens and of those that its gates' delay holds back."""
 
 
 class PagedForward:
@@ -57,6 +67,7 @@ class PagedForward:
     ) -> None:
         self.cache, self.batch, self._rotate, self._writes = cache, batch, rotate, writes
         self._attention, self._rotary, self._num_attended = attention, rotary, 0
+        self._tables: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
         if rotary is not None:
             positions = batch.extended(cache.layout.delay).positions
             cos, sin = rotary(positions.clamp_min(0)[None])
@@ -86,6 +97,36 @@ class PagedForward:
                 f"{self._num_attended} of the model's {len(self.cache.layout.places)} layers have asked the paged "
                 "cache; the others keep another state, or attend in a way of their own, which it does not serve"
             )
+
+    serves_whole_layers = True
+    """Whether this pass may let a backend run whole decoder layers."""
+
+    def whole_layer(
+        self, layer_index: int, rotary: tuple[Tensor, Tensor], fits: Callable[..., bool]
+    ) -> WholeLayer | None:
+        """Return what a backend needs to run a whole decoder layer that decodes, as `attend` would; None: it cannot.
+
+        Args:
+            layer_index: index of the layer.
+            rotary: cos and sin of a stock model, [1, S, D].
+            fits: whether the backend serves the layer with its cache and the gates' configuration.
+        """
+        layout = self.cache.layout
+        place = layout.places[layer_index]
+        if not self.serves_whole_layers or layout.ranks.size > 1 or layout.window_of(place) is not None:
+            return None
+        batch = self.batch
+        if batch.most_new > 1 or not self._writes or type(self._attention) is not CacheAttention:
+            return None
+        layer, config = self.cache.layer(place), layout.compression
+        if not fits(layer, config):
+            return None
+        if self._tables is None or self._tables[0] is not rotary[0]:
+            given = (rotary[0][0], rotary[1][0]) if batch.rotary is None else batch.rotary
+            self._tables = rotary[0], (given[0].float().contiguous(), given[1].float().contiguous())
+        self.cache.make_room(batch.num_new)
+        self._num_attended += 1
+        return WholeLayer(layer, batch, config, self._tables[1])
 
     def attend(
         self,

@@ -16,6 +16,7 @@ from dmc.kernels.batch import GENERATED, ForwardBatch
 from dmc.policies import CachePolicy
 from dmc.policies.layer_attention import CacheAttention
 from dmc.runtime import model_view
+from dmc.runtime.backend_layers import use_backend_layers
 from dmc.runtime.decode_steps import NUM_INPUTS, DecodeBatch, DecodeSteps, Recorder, Result
 from dmc.runtime.model_rotary import rotary_of, try_out
 from dmc.runtime.paged_cache import PagedCache
@@ -86,7 +87,7 @@ class Runner:
             model_view.compile_layers(self._decoding_view)
             self._rotate = model_view.compiled_for_any_number(rotate)
             self._graph_settings = model_view.general_graphs
-        model_view.use_backend_linear(self._view, backend)
+        use_backend_layers(self._view, backend)
         tried = try_out(self._view, cache) if is_stock else None
         turns = policy is not None and policy.rotates
         rotary = rotary_of(model, tried) if tried is not None and turns else None
