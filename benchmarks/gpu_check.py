@@ -37,6 +37,8 @@ from gpu_parts.place import Place, Row, row
 from dmc.results.provenance import provenance
 
 OUTPUT = "outputs/gpu_check"
+SOME_FAILED = 3
+"""Exit code of a part that ran to its end, with figures that failed."""
 LEAST_SECONDS = 30
 """With less time left no further part begins."""
 
@@ -107,33 +109,33 @@ def write(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def measure(name: str, place: Place, file: Path) -> int:
-    """Measure one part in this process; return 1 if a figure failed, else 0."""
+    """Measure one part in this process; return `SOME_FAILED` if a figure failed, else 0."""
     start = {"part": name, "hardware": hardware(), "device": place.device, "is_tiny": place.is_tiny}
     write(file, start | {"provenance": provenance() | {"command": os.environ.get("GPU_CHECK_COMMAND")}})
     module, function = PARTS[name].figures.split(".")
-    failed = 0
+    failed = False
     try:
         for figure in getattr(importlib.import_module(f"gpu_parts.{module}"), function)(place):
             failed |= _measure_one(name, figure, place, file)
     except Exception as error:  # before a figure, as a package that is not there
         traceback.print_exc()
         _note(name, "this part's start", error, place, file)
-        failed = 1
-    return failed
+        failed = True
+    return SOME_FAILED if failed else 0
 
 
-def _measure_one(name: str, figure: Any, place: Place, file: Path) -> int:
+def _measure_one(name: str, figure: Any, place: Place, file: Path) -> bool:
     try:
         for found in figure.measure():
             write(file, {"part": name, **found, "at": round(time.monotonic() - place.started, 1)})
     except Exception as error:
         traceback.print_exc()
         _note(name, figure.name, error, place, file)
-        return 1
+        return True
     finally:
         if place.device == "cuda":
             torch.cuda.empty_cache()
-    return 0
+    return False
 
 
 def _note(part: str, figure: str, error: Exception, place: Place, file: Path) -> None:
@@ -153,7 +155,7 @@ def run_part(name: str, command: list[str], folder: Path, seconds: float) -> Non
     start = time.monotonic()
     code, outcome = _run_once([*command, "--rows", str(file)], folder / f"{name}.log", seconds, {})
     took = time.monotonic() - start
-    if code > 1 and torch.cuda.is_available() and seconds - took > LEAST_SECONDS:
+    if code > 0 and code != SOME_FAILED and torch.cuda.is_available() and seconds - took > LEAST_SECONDS:
         log = folder / f"{name}.blocking.log"
         again = [*command, "--rows", str(folder / f"{name}.blocking.rows")]
         _run_once(again, log, seconds - took, {"CUDA_LAUNCH_BLOCKING": "1"})
@@ -169,14 +171,14 @@ def _run_once(command: list[str], log: Path, seconds: float, changes: dict[str, 
         )
         try:
             code = abs(process.wait(seconds))
-            outcome = {0: "done", 1: "done, but some figures failed"}.get(code, f"exit code {code}")
+            outcome = {0: "done", SOME_FAILED: "done, but some figures failed"}.get(code, f"exit code {code}")
         except subprocess.TimeoutExpired:
             code, outcome = -1, f"ended after {seconds:.0f} s"
         finally:
             if process.poll() is None:  # its own processes too
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if code not in (0, 1):
+    if code not in (0, SOME_FAILED):
         outcome += ": " + " / ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
     return code, outcome
 

@@ -19,7 +19,7 @@ KEPT = "dmc_gates.safetensors", "config.json", "retrofit.json", "README.md"
 
 
 def figures(place: Place) -> Iterator[Figure]:
-    """Gates alone of SmolLM2-135M to CR 8, with a snapshot at CR 4: trained, evaluated, and written out (0.4 MB each)"""
+    """Gates alone of SmolLM2-135M to CR 8, with a snapshot at CR 4: trained, evaluated, written out (0.4 MB each)"""
     folders: dict[str, Path] = {}
     yield Figure("training", partial(_train, place, folders))
     yield Figure("evaluation", partial(_evaluate, place, folders))
