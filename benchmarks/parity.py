@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu_parts.place import Rows, row
 from torch import Tensor
 
 from dmc import Engine, SamplingParams, policies, retrofit
@@ -46,11 +47,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows and sinks, H2O": ("windows and sinks", {"policy": policies.H2O(budget=Budget(ratio=2))}, {}),
 }
 """Beside backends and gates: the model, options of both engines, and of the one that is checked."""
-Rows = Iterator[dict[str, Any]]
-
-
-def row(measured: str, value: float, unit: str, beside: str = "", *, holds: bool | None = None) -> dict[str, Any]:
-    return {"measured": measured, "value": value, "unit": unit, "beside": beside, "holds": holds}
 
 
 class Teacher:

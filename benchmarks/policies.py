@@ -10,6 +10,7 @@ of each policy with the same prompt fed whole into the full cache.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from timings import SHAPE, Case, Table, add_output_option, medians
@@ -29,8 +30,8 @@ def existing(names: list[str]) -> list[str]:
     return [name for name in names if hasattr(dmc.policies, name)]
 
 
-def random_prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def random_prompt(vocab_size: int, length: int, seed: int) -> list[int]:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def engine_of(model: torch.nn.Module, name: str | None, budget: Budget | None) -> Engine:
@@ -38,25 +39,29 @@ def engine_of(model: torch.nn.Module, name: str | None, budget: Budget | None) -
     return Engine(twin(model), policy=policy, token_budget=None)
 
 
-def start_decoding(engine: Engine, batch: int, length: int, num_steps: int) -> None:
+def start_decoding(engine: Engine, vocab_size: int, batch: int, length: int, num_steps: int) -> None:
     """Feed prompts, until every sequence has its first token."""
     params = SamplingParams(max_new_tokens=num_steps, temperature=0.0)
-    requests = [engine.submit(random_prompt(length, seed), params) for seed in range(batch)]
+    requests = [engine.submit(random_prompt(vocab_size, length, seed), params) for seed in range(batch)]
     while any(request.sequence.num_computed_tokens < length for request in requests):
         engine.step()
 
 
-def decode_cases(model: torch.nn.Module, batch: int, length: int, rounds: int) -> dict[str, Case]:
+def decode_cases(model: Any, batch: int, length: int, rounds: int) -> dict[str, Case]:
+    words = model.config.vocab_size
     engines = {"no policy": engine_of(model, None, None)}
-    start_decoding(engines["no policy"], batch, length, rounds + 3)
+    start_decoding(engines["no policy"], words, batch, length, rounds + 3)
     for name in existing(DECODING):
         engines[name] = engine_of(model, name, Budget(tokens=length))
-        start_decoding(engines[name], batch, length + BEYOND, rounds + 3)
+        start_decoding(engines[name], words, batch, length + BEYOND, rounds + 3)
     return {name: engine.step for name, engine in engines.items()}
 
 
-def prefill_cases(model: torch.nn.Module, length: int, ratio: float) -> dict[str, Case]:
-    prompt, one = random_prompt(length, seed=0), SamplingParams(max_new_tokens=1, temperature=0.0)
+def prefill_cases(model: Any, length: int, ratio: float) -> dict[str, Case]:
+    prompt, one = (
+        random_prompt(model.config.vocab_size, length, seed=0),
+        SamplingParams(max_new_tokens=1, temperature=0.0),
+    )
     engines = {"no policy": engine_of(model, None, None)}
     engines.update({name: engine_of(model, name, Budget(ratio=ratio)) for name in existing(PROMPTS)})
     return {name: (lambda engine=engine: engine.generate([prompt], one, False)) for name, engine in engines.items()}

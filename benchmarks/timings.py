@@ -6,10 +6,10 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import pandas
+import torch
 
 from dmc.results.provenance import provenance
 
@@ -48,6 +48,45 @@ def medians(
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
+def device_medians(
+    cases: Mapping[str, Case], rounds: int, calls: int, *, warm_up: int = 2, recorded: bool = False
+) -> dict[str, float]:
+    """Give the median milliseconds of a call of each case by the GPU's clock, the cases taking turns.
+
+    Args:
+        cases: what is timed.
+        rounds: turns of each that count.
+        calls: of a case in a turn, launched without waiting for one another, so that the host's part is hidden.
+        warm_up: turns before those that count.
+        recorded: the calls are replayed from a CUDA graph, so that a short kernel does not wait for its launches.
+    """
+    if recorded:
+        cases = {name: record(case, calls) for name, case in cases.items()}
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + warm_up):
+        for name, case in cases.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(1 if recorded else calls):
+                case()
+            end.record()
+            end.synchronize()
+            if turn >= warm_up:
+                found[name].append(begin.elapsed_time(end) / calls)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def record(case: Case, calls: int) -> Case:
+    """Record so many calls of a case in a CUDA graph, whose replay is returned."""
+    case()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            case()
+    return graph.replay
+
+
 class Table:
     """Times of one program, written into `<program>.csv` and `.json` with every part, lest a stopped run leave nothing.
 
@@ -62,6 +101,8 @@ class Table:
 
     def add(self, title: str, found: dict[str, float]) -> None:
         """Print and keep milliseconds of cases, and what they are of the first one's."""
+        import pandas  # not there where kernels alone are timed
+
         print(f"{title}, ms", flush=True)
         first = next(iter(found.values()))
         for case, milliseconds in found.items():

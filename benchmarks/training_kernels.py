@@ -1,8 +1,10 @@
-"""Time the training kernels against what they replace: forward and backward, interleaved, medians and ratios.
+"""Time the training kernels against what they replace: forward, backward, both; interleaved, medians and ratios.
 
 python benchmarks/training_kernels.py
 python benchmarks/training_kernels.py --threads 1 --clock process_time    (on a machine that has other work)
 python benchmarks/training_kernels.py --device cuda --dtype bfloat16 --shapes 8,32,8,4096,128
+
+On a GPU 20 calls are launched without waiting for one another, and its own clock is read.
 """
 
 import argparse
@@ -11,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timings import Case, Table, add_output_option, medians
+from timings import Case, Table, add_output_option, device_medians, medians
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,15 +21,22 @@ from dmc.compression import accumulate
 from dmc.models.masked_attention import delayed_masked_attention, masked_attention
 
 SHAPES = ["16,8,4,256,32", "1,8,8,512,64", "1,8,8,2048,64", "1,8,8,4096,64"]
-OPTIONS = {"device": "cpu", "dtype": "float32", "clock": "perf_counter", "threads": 2, "rounds": 7, "delay": 16}
+OPTIONS = {
+    "device": "cpu", "dtype": "float32", "clock": "perf_counter", "threads": 2, "rounds": 7, "calls": 20, "delay": 16
+}  # fmt: skip
 
 
 def step(case: Case, leaves: list[Tensor]) -> None:
     """Run a case forward and backward."""
     out: Any = case()
     torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-    if leaves[0].is_cuda:
-        torch.cuda.synchronize()
+
+
+def apart(case: Case, leaves: list[Tensor]) -> tuple[Case, Case]:
+    """Return a case forward alone, its graph made as training does, and backward alone through one graph."""
+    out: Any = case()
+    gradient = torch.ones_like(out)
+    return case, partial(torch.autograd.grad, out, leaves, gradient, retain_graph=True, allow_unused=True)
 
 
 def attention_cases(shape: tuple[int, ...], delay: int, options: dict) -> tuple[dict[str, Case], list[Tensor]]:
@@ -96,13 +105,24 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     options = {"device": torch.device(arguments.device), "dtype": getattr(torch, arguments.dtype)}
+    clock = getattr(time, arguments.clock)
+
+    def timed(cases: dict[str, Case]) -> dict[str, float]:
+        if arguments.device == "cuda":
+            return device_medians(cases, arguments.rounds, arguments.calls)
+        return medians(cases, arguments.rounds, warm_up=2, clock=clock)
+
     for text in arguments.shapes:
         shape = tuple(int(number) for number in text.split(","))
-        title = "B{} H{} ({} KV) T{} d{}, {}, forward + backward".format(*shape, arguments.dtype)
+        title = "B{} H{} ({} KV) T{} d{}, {}, ".format(*shape, arguments.dtype)
         for make, size in ((attention_cases, arguments.delay), (accumulate_cases, 12)):
             cases, leaves = make(shape, size, options)
-            steps = {name: partial(step, case, leaves) for name, case in cases.items()}
-            table.add(title, medians(steps, arguments.rounds, warm_up=2, clock=getattr(time, arguments.clock)))
+            table.add(
+                title + "forward + backward", timed({name: partial(step, case, leaves) for name, case in cases.items()})
+            )
+            for index, direction in enumerate(("forward", "backward")):
+                alone = {name: apart(case, leaves)[index] for name, case in cases.items()}
+                table.add(title + direction, timed(alone))
 
 
 if __name__ == "__main__":

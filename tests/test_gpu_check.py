@@ -1,4 +1,4 @@
-"""The check of a GPU, on a machine without one: its parts on little, and parts that fail or hang."""
+"""The check of a GPU, on a machine without one: its parts on little, and parts and figures that fail or hang."""
 
 import json
 import os
@@ -12,68 +12,102 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
-from gpu_check import CHECKS, GATES, Part  # noqa: E402
-from parity import SETTINGS  # noqa: E402
+from gpu_check import PARTS  # noqa: E402
+from gpu_parts import attention, profiling, runs  # noqa: E402
+from gpu_parts.place import Figure, Place, row  # noqa: E402
+from parity import GATES, SETTINGS  # noqa: E402
 
-WRITES = "import sys, json; open(sys.argv[1], 'a').write(json.dumps({'measured': 'a', 'value': 2.0, 'unit': 's', 'beside': '', 'holds': True}) + chr(10)); "  # noqa: E501
-
-
-def python(program, seconds=20):
-    return Part("a part", seconds, (sys.executable, "-c", program))
+WRITES = "import sys, json, pathlib; open(sys.argv[-1], 'a').write(json.dumps({'part': pathlib.Path(sys.argv[-1]).stem, 'measured': 'a', 'value': 2.0, 'unit': 's', 'beside': '', 'holds': True}) + chr(10)); "  # noqa: E501
 
 
-def test_a_part_that_fails_and_one_that_hangs_stop_no_other(tmp_path):
+def run(program, folder, name="loss", seconds=20):
+    gpu_check.run_part(name, [sys.executable, "-c", program], folder, seconds)
+
+
+def lines(folder, part):
+    return [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+
+
+def on_little(folder, *parts, environment=None):
+    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--tiny", "--output", str(folder)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | (environment or {})
+    run = subprocess.run(
+        [*command, "--part", *parts], env=environment, check=False, capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return {part: lines(folder, part) for part in parts}
+
+
+def test_a_part_that_fails_and_one_that_hangs_keep_their_figures(tmp_path):
     child = "import subprocess; subprocess.run(['sleep', '60'])"
-    parts = {
-        "fails": python(WRITES + "raise SystemExit('it broke')"),
-        "hangs": python(WRITES + child, seconds=2),
-        "works": python(WRITES),
-    }
-    rows = gpu_check.run_parts(parts, tmp_path)
-    assert [(row["part"], row["measured"], row["holds"]) for row in rows] == [
-        (part, *end) for part, holds in (("fails", False), ("hangs", False), ("works", True))
-        for end in (("a", True), ("this part", holds))
-    ]  # fmt: skip
-    assert "it broke" in rows[1]["beside"] and "ended after 2 s" in rows[3]["beside"]
+    run(WRITES + "raise SystemExit('it broke')", tmp_path, "attention")
+    run(WRITES + child, tmp_path, "loss", seconds=2)
+    run(WRITES, tmp_path, "step")
+    rows = gpu_check.write_tables(tmp_path)
+    ended = [("attention", False), ("loss", False), ("step", True)]
+    assert [(row["part"], row["holds"]) for row in rows[1::2]] == ended
+    assert all(row["measured"] == "a" for row in rows[::2])
+    assert "exit code 1: it broke" in rows[1]["beside"] and "ended after 2 s" in rows[3]["beside"]
+    assert "it broke" in (tmp_path / "attention.log").read_text()
     assert json.loads((tmp_path / "gpu_check.json").read_text())["rows"] == rows
-    assert "it broke" in (tmp_path / "fails.log").read_text()
-    table = (tmp_path / "gpu_check.md").read_text()
-    assert table.count("\n") == 2 + len(rows) and "**no**" in table
+    assert "**no**" in (tmp_path / "gpu_check.md").read_text()
 
 
-def test_a_part_that_fails_on_a_gpu_runs_again_with_blocking_launches(tmp_path, monkeypatch):
+def test_a_part_that_dies_on_a_gpu_runs_again_with_blocking_launches(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    program = "import os; raise SystemExit(f'blocking: {os.environ.get(\"CUDA_LAUNCH_BLOCKING\")}')"
-    (last,) = gpu_check.run_part("fails", python(program), tmp_path)
-    assert not last["holds"] and "fails.blocking.log" in last["beside"]
-    assert "blocking: None" in (tmp_path / "fails.log").read_text()
-    assert "blocking: 1" in (tmp_path / "fails.blocking.log").read_text()
+    run("import os, sys; print('blocking:', os.environ.get('CUDA_LAUNCH_BLOCKING')); sys.exit(9)", tmp_path, seconds=60)
+    (last,) = lines(tmp_path, "loss")
+    assert not last["holds"] and "loss.blocking.log" in last["beside"]
+    assert "blocking: None" in (tmp_path / "loss.log").read_text()
+    assert "blocking: 1" in (tmp_path / "loss.blocking.log").read_text()
 
 
-@pytest.mark.slow
-def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_path):
-    """Prompts in chunks beside decoding, then tokens one by one, by Triton's interpreter."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    rows = tmp_path / "rows"
-    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--tiny", "--part", "parity", "--rows", str(rows)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
-    found = {row["measured"]: row for row in map(json.loads, rows.read_text().splitlines())}
-    assert not [name for name, row in found.items() if row["holds"] is False]
-    reached = found["Triton kernels that ran"]
-    assert reached["holds"], reached["beside"]
-    assert found["top_p, tokens of its definition"]["holds"]
-    for name in ("full cache", *GATES, *SETTINGS):
-        assert name.startswith("CUDA graphs") or found[f"triton, {name}, float32"]["holds"]
+def test_a_figure_that_fails_is_written_and_the_next_is_measured(tmp_path, monkeypatch):
+    def fails():
+        yield row("before", 1.0, "s")
+        raise RuntimeError("out of\nmemory")
+
+    chosen = [Figure("first", fails), Figure("second", lambda: [row("after", 2.0, "s", holds=True)])]
+    monkeypatch.setattr(attention, "figures", lambda place: iter(chosen))
+    assert gpu_check.measure("attention", Place("cpu", True), tmp_path / "attention.jsonl") == gpu_check.SOME_FAILED
+    start, *rows = lines(tmp_path, "attention")
+    assert start["hardware"]["cpu_cores"] and start["provenance"]["versions"]["torch"]
+    assert [(found["measured"], found["value"]) for found in rows] == [("before", 1.0), ("first", None), ("after", 2.0)]
+    assert rows[1]["beside"] == "RuntimeError: out of memory" and rows[1]["holds"] is False
+    assert "| first | failed | RuntimeError" in gpu_check.table_of(gpu_check.read_rows(tmp_path))
+
+
+def test_a_missing_package_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gpu_parts.loss", None)
+    assert gpu_check.measure("loss", Place("cpu", True), tmp_path / "loss.jsonl") == gpu_check.SOME_FAILED
+    assert "ModuleNotFoundError" in lines(tmp_path, "loss")[-1]["beside"]
+
+
+def test_time_runs_out_between_parts(tmp_path, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(gpu_check, "run_part", lambda name, command, folder, seconds: given.append((name, seconds)))
+    gpu_check.main(["--device", "cpu", "--minutes", "2", "--output", str(tmp_path)])
+    assert next(iter(given))[0] == "attention" and given[0][1] == pytest.approx(120, abs=5)
+    gpu_check.main(["--device", "cpu", "--minutes", "0.1", "--output", str(tmp_path)])
+    assert len(given) == len(PARTS) and capsys.readouterr().out.count("no time is left for it") == len(PARTS)
 
 
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_check.main(["--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name}: " in printed for name in CHECKS) and not (tmp_path / "out").exists()
-    minutes = {name: seconds / 60 for name, (_, seconds) in CHECKS.items()}
-    assert sum(minutes.values()) < 43 and sum(minutes.values()) - minutes["vllm"] < 28
+    assert all(f"| {name} | " in printed for name in PARTS) and not (tmp_path / "out").exists()
+    assert max(part.seconds for part in PARTS.values()) <= 540
+    assert list(PARTS)[:4] == ["attention", "loss", "step", "train"]
+
+
+@pytest.mark.parametrize("arguments", ["--minutes 0", "--part speed", "--model nowhere"])
+def test_a_wrong_argument_is_one_line(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        gpu_check.main(arguments.split())
+    assert stop.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path, monkeypatch):
@@ -83,22 +117,97 @@ def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path, 
         script()
 
 
-def test_the_part_for_vllm_says_in_one_line_that_there_is_none(monkeypatch, capsys):
+def test_gates_that_are_drawn_hold_a_quarter():
+    gates = attention.draw_gates((4, 4, 4096), "cpu")
+    held = gates["CR 4, thresholded"] == 0
+    assert held.float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert (gates["CR 4"] > -14).float().mean().item() == pytest.approx(0.31, abs=0.03)
+
+
+def test_a_profile_counts_kernels_and_the_time_one_runs():
+    from types import SimpleNamespace as Event
+
+    from torch.autograd import DeviceType
+
+    def event(name, start, end, kind=DeviceType.CUDA):
+        return Event(name=name, time_range=Event(start=start, end=end), device_type=kind, cpu_parent=None)
+
+    events = [event("a", 0, 4), event("b", 2, 6), event("a", 8, 10), event("host", 0, 100, DeviceType.CPU)]
+    found = profiling.summarize(events, "cuda", steps=1)
+    assert found["launches"] == 3 and found["busy"] == pytest.approx(0.8)
+    assert [kernel["name"] for kernel in found["top"]] == ["a", "b"] and found["top"][0]["share"] == pytest.approx(0.6)
+
+
+def test_a_run_that_is_asked_to_stop_ends_as_before_the_end_of_a_job(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    program = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"  # noqa: E501
+    )
+    (tmp_path / "scripts" / "train.py").write_text(program)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    assert runs.script("train", [], tmp_path / "log", 30, stop_after=3) == runs.STOPPED
+    with pytest.raises(TimeoutError, match="ended for want of time"):
+        runs.script("train", [], tmp_path / "log", 1)
+
+
+@pytest.mark.parametrize("name", ["attention", "loss", pytest.param("decode", marks=pytest.mark.slow)])
+def test_short_parts_run_on_little(name, tmp_path):
+    place = Place("cpu", True, output=tmp_path)
+    assert gpu_check.measure(name, place, tmp_path / f"{name}.jsonl") == 0
+    _, *rows = lines(tmp_path, name)
+    assert len(rows) >= 6 and not any(found["holds"] is False for found in rows)
+    assert gpu_check.table_of(rows)
+
+
+@pytest.mark.slow
+def test_the_other_parts_run_on_little(tmp_path):
+    found = on_little(tmp_path, "step", "train", "decode", "policies", "trainers", "tests")
+    for rows in found.values():
+        assert rows[-1]["measured"] == "this part" and not any(row.get("holds") is False for row in rows)
+    steps = {row["measured"].split(": ")[-1] for row in found["step"][1:]}
+    assert {"a step", "tokens", "launches of a step", "kernel 10"} <= steps
+    for name in ("cr4", "cr8"):
+        gates = tmp_path / "gates" / name / "dmc_gates.safetensors"
+        assert gates.stat().st_size < 2**20
+        assert [row for row in found["train"] if row.get("measured") == f"text: {name}, full"]
+    assert [row for row in found["train"] if row.get("measured") == "text: base, h2o bytes:cr4"]
+
+
+@pytest.mark.slow
+def test_training_that_time_runs_out_for_is_exported_as_it_is(tmp_path, monkeypatch):
+    from gpu_parts import train
+
+    place = Place("cpu", True, output=tmp_path)
+    settings = train._settings(place, str(runs.CONTROL), tmp_path / "train" / "run", 600.0)
+    endless = [one.replace("length: 4 steps", "length: 4000 steps") for one in settings]
+    monkeypatch.setattr(train, "_settings", lambda *_: endless)
+    real = runs.script
+
+    def stops_soon(name, settings, log, seconds, *, stop_after=None):
+        return real(name, settings, log, 300, stop_after=None if stop_after is None else 45)
+
+    monkeypatch.setattr(train, "script", stops_soon)
+    rows = list(train._train(place, {}))
+    assert rows[0]["measured"] == "stopped for want of time"
+    assert (tmp_path / "gates" / "stopped" / "dmc_gates.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_path):
+    """Prompts in chunks beside decoding, then tokens one by one, by Triton's interpreter."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    found = on_little(tmp_path, "parity", environment={"TRITON_INTERPRET": "1"})["parity"]
+    found = {row["measured"]: row for row in found[1:]}
+    assert not [name for name, row in found.items() if row["holds"] is False]
+    reached = found["Triton kernels that ran"]
+    assert reached["holds"], reached["beside"]
+    assert found["top_p, tokens of its definition"]["holds"]
+    for name in ("full cache", *GATES, *SETTINGS):
+        assert name.startswith("CUDA graphs") or found[f"triton, {name}, float32"]["holds"]
+
+
+def test_the_part_for_vllm_says_in_one_line_that_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert gpu_check.main(["--device", "cpu", "--tiny", "--part", "vllm"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "pip install '.[vllm]'" in json.loads(line)["beside"]
-
-
-LONG = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in sorted(CHECKS.keys() - {"tests", "vllm", "training", "kernels"})
-]
-
-
-@pytest.mark.parametrize("name", ["training", "kernels", *LONG])
-def test_every_part_runs_on_little(name, tmp_path):
-    assert gpu_check.main(["--device", "cpu", "--tiny", "--part", name, "--rows", str(tmp_path / "rows")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert len(rows) >= (1 if name == "trainers" else 4) and not any(row["holds"] is False for row in rows)
-    assert gpu_check.table_of([{"part": name, **row} for row in rows])
+    assert gpu_check.measure("vllm", Place("cpu", True), tmp_path / "vllm.jsonl") == 0
+    _, line = lines(tmp_path, "vllm")
+    assert "pip install '.[vllm]'" in line["beside"]

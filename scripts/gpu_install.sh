@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs, without an index, the wheels of all parcels beside this one, and joins the model's halves to a file there:
+#   bash parcel-1/install.sh      (again after each parcel that comes later; PYTHON=... chooses the interpreter)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+wheels=(parcel-*/*.whl) halves=(parcel-*/*.half-?)
+if [ -e "${wheels[0]}" ]; then
+    "${PYTHON:-python}" -m pip install -q --disable-pip-version-check --no-index --no-deps "${wheels[@]}"
+    echo "installed ${#wheels[@]} wheels"
+fi
+[ -e "${halves[0]}" ] || exit 0
+model=$(basename "${halves[0]%.half-?}")
+if [ "${#halves[@]}" -lt 2 ]; then
+    echo "the other half of $model is not here yet: bring its parcel beside this one, and run this again"
+    exit 0
+fi
+cat $(printf '%s\n' "${halves[@]}" | awk -F/ '{ print $NF, $0 }' | sort | cut -d' ' -f2-) >"$model.part"
+mv "$model.part" "$model"
+sha256sum --check --quiet "$(dirname "${halves[0]}")/model.sha256" || { rm -f "$model" && exit 1; }
+echo "$PWD/$model: give it to scripts/gpu_check.py as --model"
