@@ -190,7 +190,7 @@ def launch_all(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def launch_training(dtype: torch.dtype, head_dim: int) -> None:
-    """Launch the kernels of training's attention: one range of keys, two with documents and padding, a window, keys skipped."""
+    """Launch the kernels of training's attention: one range, two with documents and padding, a window, skipped keys."""
     shapes = [(GROUP * KV_HEADS,), *[(KV_HEADS,)] * 4]
     states = [torch.empty(BATCH, LENGTH, *heads, head_dim, dtype=dtype).transpose(1, 2) for heads in shapes]
     log_keep, log_sum_exp = (torch.empty(BATCH, heads, LENGTH) for heads in (KV_HEADS, GROUP * KV_HEADS))

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from dmc.config.settings import checked_dataclass
 
-
 PAUSE = 0.1
 """Seconds between two looks at a download."""
 

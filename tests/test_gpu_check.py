@@ -141,7 +141,7 @@ def test_a_profile_counts_kernels_and_the_time_one_runs():
 def test_a_run_that_is_asked_to_stop_ends_as_before_the_end_of_a_job(tmp_path, monkeypatch):
     (tmp_path / "scripts").mkdir()
     program = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"  # noqa: E501
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
     )
     (tmp_path / "scripts" / "train.py").write_text(program)
     monkeypatch.setattr(runs, "ROOT", tmp_path)

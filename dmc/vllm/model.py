@@ -23,6 +23,7 @@ from dmc.models.weights import refuse_nonfinite
 from dmc.policies.layer_attention import CacheAttention
 from dmc.ranks import Ranks
 from dmc.runtime import model_view
+from dmc.runtime.backend_layers import use_backend_layers
 from dmc.runtime.paged_forward import PagedForward
 from dmc.vllm.attention import LAYER_NAME, AttentionStep, CacheLayer
 from dmc.vllm.spec import HeapSpec
@@ -95,7 +96,7 @@ class DMCForCausalLM(nn.Module):
         backend = choose_backend("auto", layout.dtype, layout.head_dim, slots, layout.device)
         self._attention = CacheAttention(cast(Any, self.cache), backend)
         self.view = model_view.view_of(model)
-        model_view.use_backend_linear(self.view, backend)
+        use_backend_layers(self.view, backend)
         self._head = model_view.view_of(self.view)
         self._head.model = GivenStates()
 

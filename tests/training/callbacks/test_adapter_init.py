@@ -127,7 +127,7 @@ def test_an_initialization_reads_as_many_sequences_as_it_asks_for(settings, tmp_
     def open_batches(at_least):
         raise EOFError(f"{at_least} sequences")
 
-    with pytest.raises(EOFError, match="^9 sequences$"):
+    with pytest.raises(EOFError, match=r"^9 sequences$"):
         AdapterInit(settings, open_batches, tmp_path).on_fit_start(SimpleNamespace(ckpt_path=None), None)
 
 
