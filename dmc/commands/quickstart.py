@@ -32,7 +32,7 @@ PROMPT = "def read_lines(path):"
 
 LEGEND = (
     "Questions are asked only after the cache of their text was compressed. Losses are in nats per token; in brackets\n"
-    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and its share of the full one."
+    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and the share of the full."
 )
 
 

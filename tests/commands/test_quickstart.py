@@ -16,7 +16,8 @@ from tiny_gguf import write_tiny_gguf
 from dmc.gguf import import_gguf
 
 NEEDLE = "{name: needle, like: needle, lengths: [120], depths: [0.2, 0.8], samples_per_place: 2, "
-NEEDLE += "questions_per_context: 2, question: hidden, max_new_tokens: 2, fact: '{name}={number}', question_text: '{name}? ='}"
+NEEDLE += "questions_per_context: 2, question: hidden, "
+NEEDLE += "max_new_tokens: 2, fact: '{name}={number}', question_text: '{name}? ='}"
 LOSS = "{name: loss, like: text_loss, num_samples: 3, context_tokens: 80, scored_tokens: 40}"
 GATES = """
 training.stages.retrofit.length=3 steps
