@@ -12,6 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 TOP = 10
+STEP = "ProfilerStep"
+"""Begins the names of the events that stand for whole steps."""
 
 
 class KernelProfile(Callback):
@@ -69,8 +71,8 @@ def summarize(events: Any, device: str, steps: int) -> dict[str, Any]:
         event
         for event in events
         if event.device_type == kind
-        and (device == "cuda" or not event.cpu_parent)
-        and not event.name.startswith("ProfilerStep")
+        and not event.name.startswith(STEP)
+        and (device == "cuda" or event.cpu_parent is None or event.cpu_parent.name.startswith(STEP))
     ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     busy, until = 0.0, spans[0][0]
