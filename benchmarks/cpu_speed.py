@@ -1,4 +1,4 @@
-"""Time decode steps and prompts of a real model on a CPU: generate() of transformers, the engine's full cache, gates.
+"""Time decode steps and prompts of a model on a CPU: generate() of transformers, the engine's full cache, gates.
 
 OMP_NUM_THREADS=2 python benchmarks/cpu_speed.py --model outputs/models/smollm2-135m
 OMP_NUM_THREADS=2 python benchmarks/cpu_speed.py --model outputs/models/smollm2-135m --decode 1x1024 --prefill none
@@ -12,18 +12,17 @@ preallocated one.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from timings import Table, add_output_option, medians
+from timings import SHAPE, Table, add_output_option, medians
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from dmc import Engine, SamplingParams, load_model, retrofit
 from dmc.compression import CompressionConfig
-from dmc.models.build import twin
+from dmc.models.build import random_model, twin
 
 DELAY = 32
 
@@ -128,7 +127,7 @@ def prefills(cases: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
 def main() -> None:
     """Print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub name of a stock model")
+    parser.add_argument("--model", help="folder or hub name of a stock model; none: random weights")
     parser.add_argument("--decode", default="1x1024,8x512,8x1024,1x6000", help="sequences x tokens, or none")
     parser.add_argument("--prefill", default="512,1024,2048,6000", help="tokens, or none")
     parser.add_argument("--ratio", type=float, default=4.0, help="the gates' compression ratio")
@@ -139,7 +138,10 @@ def main() -> None:
     add_output_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    stock = load_model(options.model, dtype=options.dtype).eval()
+    if options.model is None:
+        stock = random_model(SHAPE, getattr(torch, options.dtype), "cpu").eval()
+    else:
+        stock = load_model(options.model, dtype=options.dtype).eval()
     generator, size = torch.Generator().manual_seed(0), stock.config.vocab_size
     gated = with_random_gates(twin(stock), torch.randint(size, (1, 512), generator=generator), options.ratio).eval()
     table = Table(__file__, options.output)
@@ -162,9 +164,7 @@ def main() -> None:
     models = {"transformers": stock, "engine, full cache": stock, f"engine, gates CR {options.ratio:g}": gated}
     for length in () if options.prefill == "none" else map(int, options.prefill.split(",")):
         prompt = torch.randint(size, (length,), generator=generator).tolist()
-        start = time.perf_counter()
         table.add(f"{options.dtype}, prompt of {length} tokens", medians(prefills(models, prompt), options.rounds))
-        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ LITTLE = {
     "decode_kernels": "--kernels reference --decode 1,1,2,64,16 --prefill 1,1,2,32,16 --rounds 1",
     "policies": "--kv_heads 2 --decode 1,64 --prefill --decode_rounds 1",
     "prefill": "--prompt_length 16",
+    "cpu_speed": "--decode 1x8 --prefill 8 --steps 2 --rounds 1",
     "host_step": "--sequences 2 --rounds 3",
     "carried_cache": "--prompt_length 16 --rounds 1 --layers 1",
 }

@@ -17,7 +17,7 @@ from dmc.kernels import cpu
 from dmc.kernels.cpu_build import load_library
 from dmc.models import FAMILIES
 
-WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32}
+WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32}
 WHOLE = {"cwm", "llama", "ministral", "mistral", "qwen2"}
 """Stock families whose layers run in one call; with gates also SmolLM3's layers that turn."""
 PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29], [2, 4, 6], [31] * 14]
