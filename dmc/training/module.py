@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
 from dmc.models import CompressedCausalLM, next_tokens, with_token_losses
+from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import LossWeights, sequence_weights, token_weights
 from dmc.ranks import ALONE, Ranks
@@ -43,10 +44,13 @@ def train_gates_only(model: CompressedCausalLM) -> None:
 
 
 def compile_regions(model: Any) -> None:
-    """Compile norms and MLP of each layer, whose code all layers share; attention has its own kernels."""
+    """Compile norms, MLP, and what comes before attention in each layer; their code all layers share."""
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
+        attention = getattr(layer, "self_attn", None)
+        if isinstance(attention, CompressedAttentionMixin):
+            attention.compiled_states = torch.compile(attention.states)
 
 
 class RetrofitModule(LightningModule):

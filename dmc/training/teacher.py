@@ -53,7 +53,6 @@ class Teacher:
         # FSDP2 leaves the weights outside the layers gathered after a forward, until `release`.
         return TeacherOutput(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
 
-
     def release(self) -> None:
         """Let FSDP2 divide its embedding and head again, once the losses and their gradient are computed."""
         if self.owns_weights and isinstance(self.model, FSDPModule):
