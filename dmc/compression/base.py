@@ -208,8 +208,8 @@ class GateTrace:
         self.alpha: dict[int, Tensor] = {}
         self.logits: dict[int, Tensor] = {}
 
-    def record(self, layer_index: int, gated: GateOutput) -> None:
-        """Record a layer's decisions, the first time only."""
+    def record(self, layer_index: int, gated: Any) -> None:
+        """Record a layer's decisions, its `alpha` and `logits`, the first time only."""
         self.alpha.setdefault(layer_index, gated.alpha)
         self.logits.setdefault(layer_index, gated.logits)
 

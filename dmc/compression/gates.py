@@ -77,6 +77,7 @@ class Compressor:
         layer_index: int,
         starts: Tensor | None = None,
         adapted: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> GateOutput:
         """Decide for every token and remove the borrowed neuron.
 
@@ -88,6 +89,7 @@ class Compressor:
             starts: True at the first token of a sequence or document, which is always appended, [B, T]; None: the cache
                 that stores the tokens knows the starts, and makes fixed decisions itself.
             adapted: output of the layer's adapter, decision and importance, [B, 2, H, T]; None: no adapter.
+            noise: of relaxed decisions, float32 [B, H, T]; None: the pass's, or drawn here.
         """
         if self.config.decisions == "fixed":
             return self._gate_by_position(query, key, mode, starts)
@@ -104,11 +106,11 @@ class Compressor:
             log_append = hard_log_append(alpha)
         else:
             if self.config.noise:
-                if mode is not None:
+                if mode is not None and noise is None:
                     mode = self.with_noise(
                         mode, [layer_index], key.shape[1] * self.ranks.size, key.shape[2], key.device
                     )
-                noise = None if mode is None or mode.noise is None else mode.noise.of_layer(layer_index)
+                    noise = None if mode.noise is None else mode.noise.of_layer(layer_index)
                 alpha, noised = sample_decisions(logits, self.config.temperature, noise=noise)
             else:
                 noised = logits / self.config.temperature

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 OF_ADAPTERS = ".gate_adapter."
@@ -26,6 +30,12 @@ class GateAdapter(nn.Linear):
         """Set all weights to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map [..., hidden] in float32 whatever the model's dtype: a scale would magnify what 16 bits round off."""
+        dtype, device = torch.promote_types(self.weight.dtype, torch.float32), hidden_states.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+            return F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
     @property
     def decision_rows(self) -> slice:

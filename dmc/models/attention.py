@@ -5,8 +5,9 @@ What distinguishes families is read off the stock layer: its projections, its no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from dmc.compression import (
     Compressor,
     DecidedTokens,
     GateMode,
-    GateOutput,
     GateTrace,
     rotate,
 )
@@ -30,6 +30,31 @@ from dmc.ranks import ALONE, Ranks, local_part
 
 THRESHOLDED = GateMode()
 HALVES = Rotation(neighbors=False, repeats=False)
+RELAXED = GateMode(noise_seeds=[])
+"""Relaxed by noise that is given."""
+
+
+class AttentionStates(NamedTuple):
+    """What attention over whole sequences reads, and what the losses do; query, keys and values for its products."""
+
+    query: Tensor
+    """Rotated, [B, H_q, T, D]."""
+    stream_key: Tensor
+    """Partial states after a merge, raw ones before a drop; rotated, [B, H, T, D]."""
+    stream_value: Tensor
+    """Likewise, [B, H, T, D]."""
+    recent_key: Tensor | None
+    """Raw keys of a merge with a delay, rotated, [B, H, T, D]."""
+    recent_value: Tensor | None
+    """Likewise, [B, H, T, D]."""
+    log_keep: Tensor
+    """Biases of the stream, float32 [B, H, T]."""
+    alpha: Tensor
+    """Decisions, float32 [B, H, T]."""
+    logits: Tensor
+    """Decision logits, float32 [B, H, T]."""
+    output_gate: Tensor | None
+    """Before its sigmoid, [B, T, H_q D]; None: there is none."""
 
 
 class CompressedAttentionMixin(nn.Module):
@@ -72,6 +97,8 @@ class CompressedAttentionMixin(nn.Module):
         self.gates_output = queries == 2 * config.num_attention_heads * self.head_dim
         self.rotates = bool(getattr(self, "use_rope", True)) and rotates_full_layers(config)
 
+    compiled_states: Callable[..., AttentionStates] | None = None
+    """`states` as compiled code; None: it runs as it is written."""
     normalizes: bool
     """Whether queries and keys are normalized; the borrowed neuron is read after that."""
     normalizes_together: bool
@@ -204,34 +231,35 @@ class CompressedAttentionMixin(nn.Module):
         """
         mode = gate_mode if gate_mode is not None or self.training else THRESHOLDED
         cache = paged_cache if paged_cache is not None else past_key_values
-        multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
         position_embeddings = self.rotation.whole(position_embeddings)
-        rotated = position_embeddings[0].shape[-1]
         positions = None if position_ids is None else context_ranks.chunk(position_ids, 1)
-        *projected, output_gate = self.project(hidden_states, rotated, multiplier, positions)
-        rotary = self.rotary_tables(position_embeddings, hidden_states.dtype)
-        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected if states is not None)
-        adapted = None
-        if self.gate_adapter is not None and (multiplier is None or torch.is_grad_enabled()):
-            adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         sinks = getattr(self, "sinks", None)
         sinks = None if sinks is None else context_ranks.chunk(local_part(sinks), 0)
-        if cache is not None:
-            tokens = self.compressor.decide(query, key, value, adapted)
-            tokens.rotates, tokens.query_scale = self.rotates, self.query_scale
-            attended = self.attend_cached(cache, tokens, padding_mask, sinks)
-        elif multiplier is not None:
-            attended = self.attend_plain(query, key, value, rotary, multiplier, documents, sinks)
-            if adapted is not None:
-                attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
-        else:
-            starts = sequence_starts(query, padding_mask) if documents is None else documents.starts
-            gated = self.compressor.gate(query, key, mode, self.layer_idx, starts, adapted)
+        given = (hidden_states, position_embeddings, positions)
+        if cache is None and (mode is None or mode.neuron_multiplier is None):
+            starts = (
+                sequence_starts(hidden_states, padding_mask, context_ranks) if documents is None else documents.starts
+            )
+            states = self._states_of(*given, starts, mode, context_ranks)
             if gate_trace is not None:
-                gate_trace.record(self.layer_idx, gated)
+                gate_trace.record(self.layer_idx, states)
             hidden = None if padding_mask is None else ~padding_mask
             skip_below = THRESHOLDED.skip_below if mode is None else mode.skip_below
-            attended = self.attend_parallel(gated, value, rotary, hidden, documents, sinks, skip_below)
+            attended = self.attend_parallel(states, hidden, documents, sinks, skip_below)
+            output_gate = states.output_gate
+        else:
+            multiplier = None if mode is None or cache is not None else mode.neuron_multiplier
+            query, key, value, adapted, output_gate = self.decided(*given, multiplier, context_ranks)
+            if cache is not None:
+                tokens = self.compressor.decide(query, key, value, adapted)
+                tokens.rotates, tokens.query_scale = self.rotates, self.query_scale
+                attended = self.attend_cached(cache, tokens, padding_mask, sinks)
+            else:
+                assert multiplier is not None
+                rotary = self.rotary_tables(position_embeddings, hidden_states.dtype)
+                attended = self.attend_plain(query, key, value, rotary, multiplier, documents, sinks)
+                if adapted is not None:
+                    attended = attended + 0.0 * adapted.sum()  # ddp and DeepSpeed expect a gradient of every weight
         attended = context_ranks.all_to_all(attended, 2, 1)
         output = attended.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
         if output_gate is not None:
@@ -239,6 +267,90 @@ class CompressedAttentionMixin(nn.Module):
         if hasattr(self, "attn_sub_norm"):
             output = self.attn_sub_norm(output)
         return self.o_proj(output), None
+
+    def decided(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        positions: Tensor | None,
+        multiplier: float | None,
+        context_ranks: Ranks,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Project to query, key and value of all tokens and this rank's heads, what adapters say, and the output gate.
+
+        See `project` and `forward`; adapters say nothing to attention without gates that needs no gradient.
+        """
+        products = hidden_states.to(product_dtype(hidden_states))  # once for all projections
+        rotated = position_embeddings[0].shape[-1]
+        *projected, output_gate = self.project(products, rotated, multiplier, positions)
+        query, key, value = (context_ranks.all_to_all(states, 1, 2) for states in projected if states is not None)
+        adapted = None
+        if self.gate_adapter is not None and (multiplier is None or torch.is_grad_enabled()):
+            adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
+        return query, key, value, adapted, output_gate
+
+    def _states_of(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        positions: Tensor | None,
+        starts: Tensor,
+        mode: GateMode | None,
+        context_ranks: Ranks,
+    ) -> AttentionStates:
+        """Compute `states`, by compiled code if there is some, which knows neither the layer nor the seeds."""
+        given = (hidden_states, position_embeddings, positions, starts)
+        noise = None if mode is None or mode.noise is None else mode.noise.of_layer(self.layer_idx)
+        if self.compiled_states is None or context_ranks.size > 1 or not (mode == THRESHOLDED or noise is not None):
+            return self.states(*given, mode, noise, self.layer_idx, context_ranks)
+        return self.compiled_states(*given, THRESHOLDED if noise is None else RELAXED, noise)
+
+    def states(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        positions: Tensor | None,
+        starts: Tensor,
+        mode: GateMode | None,
+        noise: Tensor | None,
+        layer_index: int = 0,
+        context_ranks: Ranks = ALONE,
+    ) -> AttentionStates:
+        """Compute all that attention over whole sequences reads, in the dtype of its products.
+
+        Args:
+            hidden_states: see `forward`.
+            position_embeddings: likewise, with as many columns as channels rotate.
+            positions: likewise.
+            starts: True at first tokens, [B, T].
+            mode: see `forward`.
+            noise: of the decisions, float32 [B, H, T]; None: see `Compressor.gate`.
+            layer_index: likewise.
+            context_ranks: see `forward`.
+        """
+        compressor, config = self.compressor, self.compressor.config
+        given = (hidden_states, position_embeddings, positions)
+        query, key, value, adapted, output_gate = self.decided(*given, None, context_ranks)
+        gated = compressor.gate(query, key, mode, layer_index, starts, adapted, noise)
+        scale = compressor.neuron_scale(0.0, value)
+        cos, sin = (table * scale for table in self.rotary_tables(position_embeddings, hidden_states.dtype))
+        stream_key, stream_value = compressor.pool(gated, value)
+        query = compressor.without_decision(self.rotate_query(gated.query, cos, sin), value.shape[1])
+        recent = None
+        if config.action == "merge" and config.delay:
+            recent = rotate(gated.key, cos, sin), value
+        dtype = product_dtype(query)
+        return AttentionStates(
+            query.to(dtype),
+            rotate(stream_key, cos, sin).to(dtype),
+            stream_value.to(dtype),
+            None if recent is None else recent[0].to(dtype),
+            None if recent is None else recent[1].to(dtype),
+            compressor.log_keep(gated),
+            gated.alpha,
+            gated.logits,
+            output_gate,
+        )
 
     @torch.compiler.disable
     def attend_cached(
@@ -287,9 +399,7 @@ class CompressedAttentionMixin(nn.Module):
 
     def attend_parallel(
         self,
-        gated: GateOutput,
-        value: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        states: AttentionStates,
         hidden: Tensor | None,
         documents: Documents | None,
         sinks: Tensor | None,
@@ -298,9 +408,7 @@ class CompressedAttentionMixin(nn.Module):
         """Attend over whole sequences to the partial states and raw recent tokens that the gates leave visible.
 
         Args:
-            gated: queries, keys and decisions.
-            value: values, [B, H, T, D].
-            rotary: cos and sin, [B or 1, T, D].
+            states: queries, keys, values and biases.
             hidden: True for keys that no query sees, [B, T]; None: there are none.
             documents: bounds of documents; None: a sequence is one.
             sinks: of this rank's heads, [H_q]; None: there are none.
@@ -308,19 +416,14 @@ class CompressedAttentionMixin(nn.Module):
         Returns:
             [B, H_q, T, D].
         """
-        compressor, config = self.compressor, self.compressor.config
-        scale = compressor.neuron_scale(0.0, value)
-        cos, sin = (table * scale for table in rotary)
-        stream_key, stream_value = compressor.pool(gated, value)
-        query = compressor.without_decision(self.rotate_query(gated.query, cos, sin), value.shape[1])
-        is_raw = config.action == "drop" or not config.delay
+        config = self.compressor.config
         return delayed_masked_attention(
-            query,
-            None if is_raw else rotate(gated.key, cos, sin),
-            None if is_raw else value,
-            rotate(stream_key, cos, sin),
-            stream_value,
-            compressor.log_keep(gated),
+            states.query,
+            states.recent_key,
+            states.recent_value,
+            states.stream_key,
+            states.stream_value,
+            states.log_keep,
             self.scaling,
             delay=config.delay,
             keep_top=config.action == "merge",
@@ -331,11 +434,18 @@ class CompressedAttentionMixin(nn.Module):
         )
 
 
-def sequence_starts(query: Tensor, padding_mask: Tensor | None) -> Tensor:
+def product_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype in which products of these states are computed: their own, or autocast's."""
+    device = states.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts and states.dtype != torch.float64 else states.dtype
+
+
+def sequence_starts(hidden_states: Tensor, padding_mask: Tensor | None, context_ranks: Ranks = ALONE) -> Tensor:
     """Return True at padding and at the first real token after it, [B, T]: neither may merge into what precedes it."""
-    batch, _, length, _ = query.shape
+    batch, length = hidden_states.shape[0], hidden_states.shape[1] * context_ranks.size
     if padding_mask is None:
-        starts = torch.zeros(batch, length, dtype=torch.bool, device=query.device)
+        starts = torch.zeros(batch, length, dtype=torch.bool, device=hidden_states.device)
         starts[:, 0] = True
         return starts
     return ~(padding_mask & torch.nn.functional.pad(padding_mask[:, :-1], (1, 0)))

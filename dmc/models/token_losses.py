@@ -1,9 +1,8 @@
 """Cross-entropy of each token, and its divergence from a teacher, without the logits in one piece.
 
 With a vocabulary of 128k and 4,096 tokens the logits alone are 2 GB in float32, and a plain loss peaks at 8 GB. Here
-the vocabulary is processed in chunks: forward keeps a running log-sum-exp, backward recomputes each chunk's logits and
-writes its rows of the weight's gradient once. This costs one more product with the output projection, with a teacher
-two.
+tokens are processed in chunks, as Liger's kernels do. Training knows each token's weight in its loss before: then the
+gradient is formed in the forward pass, and each chunk's logits are made once. Else backward makes them again.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ IGNORED = -100
 """Target of a token that is not to be predicted, as in transformers."""
 CHUNK_ELEMENTS = 2**24
 """Logits computed at a time: 64 MiB in float32."""
+CHUNK_ELEMENTS_OF_GPU = 2**27
+"""Likewise on a GPU, where each chunk adds to the weight's gradient: 512 MiB."""
+TokenWeights = tuple[Tensor, Tensor | None]
+"""Weights of N tokens in the sum of cross-entropies and that of divergences, each [N]."""
 Direction = Literal["forward", "reverse"]
 """Of a divergence. forward: KL(teacher || student), the mean under the teacher; reverse: KL(student || teacher)."""
 
@@ -55,6 +58,8 @@ class TokenLosses(ModelOutput):
     divergence: Tensor | None = None
     """t^2 * KL(softmax(teacher / t) || softmax(student / t)), or the reverse, nats, [B, T]; 0 where nothing is to be
     predicted."""
+    total: Tensor | None = None
+    """Sum of both over all tokens by given `LossWeights`, a scalar: then it alone has a gradient."""
     last_hidden_state: Tensor | None = None
     """Last hidden states, normalized, and scaled as the family scales its logits, [B, T, hidden]."""
     aux_loss: Tensor | None = None
@@ -83,8 +88,14 @@ def sequence_means(losses: Tensor, targets: Tensor, loss_mask: Tensor | None = N
         targets: see `next_tokens`.
         loss_mask: the mask that `targets` were made with; numbers in it are the tokens' weights.
     """
-    counts = _counts(losses, targets, loss_mask)
-    return (losses * counts).sum(-1) / torch.where(counts.sum(-1) > 0, counts.sum(-1), 1)
+    return (losses * sequence_weights(targets, loss_mask, losses.dtype)).sum(-1)
+
+
+def sequence_weights(targets: Tensor, loss_mask: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weight of each token in its sequence's mean, [B, T], see `sequence_means`."""
+    counts = _counts(targets, loss_mask, dtype)
+    number = counts.sum(-1, keepdim=True)
+    return counts / torch.where(number > 0, number, 1)
 
 
 def token_mean(
@@ -101,9 +112,19 @@ def token_mean(
         loss_mask: as in `sequence_means`.
         num_predicted: a scalar, in which weighted tokens count by their weight; None: that of `losses`.
     """
-    counts = _counts(losses, targets, loss_mask)
-    number = counts.sum() if num_predicted is None else num_predicted.to(losses.dtype)
-    return (losses * counts).sum() / torch.where(number > 0, number, 1)
+    return (losses * token_weights(targets, loss_mask, num_predicted, losses.dtype)).sum()
+
+
+def token_weights(
+    targets: Tensor,
+    loss_mask: Tensor | None = None,
+    num_predicted: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the weight of each token in the mean over a step's, [B, T], see `token_mean`."""
+    counts = _counts(targets, loss_mask, dtype)
+    number = counts.sum() if num_predicted is None else num_predicted.to(dtype)
+    return counts / torch.where(number > 0, number, 1)
 
 
 def num_predicted(loss_mask: Tensor) -> Tensor:
@@ -111,111 +132,165 @@ def num_predicted(loss_mask: Tensor) -> Tensor:
     return loss_mask[..., 1:].double().sum()
 
 
-def _counts(losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> Tensor:
-    counts = (targets != IGNORED).to(losses.dtype)
-    return counts if loss_mask is None else counts * F.pad(loss_mask[:, 1:].to(losses.dtype), (0, 1))
+def _counts(targets: Tensor, loss_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    counts = (targets != IGNORED).to(dtype)
+    return counts if loss_mask is None else counts * F.pad(loss_mask[:, 1:].to(dtype), (0, 1))
+
+
+@dataclass
+class LossWeights:
+    """Weight of each token's losses in a sum, which is then computed with its gradient in one pass."""
+
+    cross_entropy: Tensor
+    """[B, T], 0 where nothing is to be predicted."""
+    divergence: Tensor | None = None
+    """Likewise; None: there is no teacher."""
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Cross-entropy and divergence of N tokens; the products are in the states' dtype, sums in float32 or float64."""
+    """Cross-entropy and divergence of N tokens, and their weighted sum.
+
+    With weights the gradient is made beside the losses, from the same logits, and only the sum has one. Without, the
+    losses have one, for which each chunk's logits are computed once more.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        teacher_output: TeacherOutput | None,
-        most: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.most = most
-        ctx.teacher_output, temperature = teacher_output, 1.0 if teacher_output is None else teacher_output.temperature
-        is_reverse = teacher_output is not None and teacher_output.direction == "reverse"
-        log_sum = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
-        found, softened, teacher, cross = torch.zeros_like(log_sum), log_sum, log_sum, torch.zeros_like(log_sum)
-        for words, logits, theirs in _chunks(hidden, weight, teacher_output, most):
-            inside, place = _placed(targets, words)
-            found = found + logits.gather(1, place).squeeze(1) * inside
-            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
-            if theirs is not None:
-                # Running mean of the difference under the part of one distribution that has been seen.
-                before = softened if is_reverse else teacher
-                teacher = torch.logaddexp(teacher, theirs.logsumexp(1))
-                softly = logits if temperature == 1 else logits.div_(temperature)
-                softened = log_sum if temperature == 1 else torch.logaddexp(softened, softly.logsumexp(1))
-                under, seen = (softly, softened) if is_reverse else (theirs, teacher)
-                cross = cross * (before - seen).exp()
-                share = (under - seen[:, None]).exp_()
-                cross += share.mul_(theirs.sub_(softly)).sum(1)
-        divergence = None
-        if teacher_output is not None:
-            divergence = cross - teacher + softened  # the mean of log(teacher / student)
-            divergence = -divergence if is_reverse else divergence
-        ctx.save_for_backward(hidden, weight, targets, log_sum, softened, teacher, divergence)
-        return log_sum - found, None if divergence is None else temperature**2 * divergence
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, teacher_output: TeacherOutput | None,
+        weights: TokenWeights | None, most: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        states = (hidden, weight, targets, teacher_output)
+        ctx.gradients, wants = None, ctx.needs_input_grad[:2]
+        entropy, divergence, *gradients = _in_chunks(*states, weights, wants, most)
+        if weights is None:
+            ctx.given, ctx.most = (targets, teacher_output), most
+            ctx.save_for_backward(hidden, weight)
+            return entropy, divergence, None
+        ctx.gradients = gradients
+        total = (entropy * weights[0]).sum()
+        if divergence is not None and weights[1] is not None:
+            total = total + (divergence * weights[1]).sum()
+        ctx.mark_non_differentiable(entropy, *(() if divergence is None else (divergence,)))
+        return entropy, divergence, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sum, softened, teacher, divergence = ctx.saved_tensors
-        teacher_output = ctx.teacher_output
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        hidden_gradient = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if wants_hidden else None
-        weight_gradient = torch.empty_like(weight) if wants_weight else None
-        for words, logits, theirs in _chunks(hidden, weight, teacher_output, ctx.most):
-            inside, place = _placed(targets, words)
-            difference, by_logits = None, by_entropy
-            if theirs is not None and by_divergence is not None:
-                theirs.sub_(teacher[:, None])
-                if (teacher_output.temperature, teacher_output.direction) == (1, "forward"):  # p is the entropy's own
-                    by_logits = by_entropy + by_divergence
-                    difference = theirs.exp_().mul_(-by_divergence[:, None])
-                else:
-                    difference = (logits / teacher_output.temperature).sub_(softened[:, None])
-                    if teacher_output.direction == "reverse":  # q (log q - log p - KL)
-                        theirs = difference - theirs.add_(divergence[:, None])
-                        difference.exp_().mul_(theirs)
-                    else:  # q - p
-                        difference.exp_().sub_(theirs.exp_())
-                    difference *= (teacher_output.temperature * by_divergence)[:, None]
-            gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by_logits[:, None])
-            gradient.scatter_add_(1, place, -(by_entropy * inside)[:, None])
-            if difference is not None:
-                gradient += difference
-            gradient = gradient.to(hidden.dtype)
-            if hidden_gradient is not None:
-                hidden_gradient += gradient @ weight[words].to(hidden.dtype)
-            if weight_gradient is not None:
-                weight_gradient[words] = (gradient.T @ hidden).to(weight.dtype)
+    def backward(
+        ctx: Any, by_entropy: Tensor, by_divergence: Tensor | None, by_total: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            (hidden, weight), wants = ctx.saved_tensors, ctx.needs_input_grad[:2]
+            found = _in_chunks(hidden, weight, *ctx.given, (by_entropy, by_divergence), wants, ctx.most)[2:]
+        else:
+            found = [None if gradient is None else gradient.mul_(by_total) for gradient in found]
+        return (*found, None, None, None, None)
+
+
+def _in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, teacher_output: TeacherOutput | None, by: TokenWeights | None,
+    wants: tuple[bool, bool], most: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return both losses, and the gradients of states and weight by the sum in which tokens weigh `by`."""
+    sums = _sum_dtype(hidden)
+    entropy = torch.zeros(len(hidden), dtype=sums, device=hidden.device)
+    divergence = None if teacher_output is None else torch.zeros_like(entropy)
+    by = by if any(wants) else None
+    hidden_gradient = torch.zeros_like(hidden) if by is not None and wants[0] else None
+    weight_gradient = torch.zeros_like(weight, dtype=sums) if by is not None and wants[1] else None
+    weight, dtype = weight.to(hidden.dtype), weight.dtype
+    for rows, logits, theirs in _chunks(hidden, weight, teacher_output, most):
+        part = None if by is None else (by[0][rows], None if by[1] is None else by[1][rows])
+        entropy[rows], mean, gradient = losses_of_rows(logits, theirs, targets[rows], teacher_output, part)
+        if divergence is not None and mean is not None:
+            divergence[rows] = mean
+        if gradient is None:
+            continue
+        gradient = gradient.to(hidden.dtype)
         if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+            torch.mm(gradient, weight, out=hidden_gradient[rows])
+        if weight_gradient is not None:
+            size = _chunk_size(hidden, hidden.shape[1])
+            for words, part in zip(weight_gradient.split(size), gradient.T.split(size), strict=True):
+                words += _product(part, hidden[rows])
+    return entropy, divergence, hidden_gradient, None if weight_gradient is None else weight_gradient.to(dtype)
+
+
+def losses_of_rows(
+    logits: Tensor, theirs: Tensor | None, targets: Tensor, teacher_output: TeacherOutput | None,
+    by: TokenWeights | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute both losses, [n], and the gradient of their weighted sum by the logits, [n, vocab].
+
+    Args:
+        logits: of some tokens, [n, vocab]; overwritten.
+        theirs: the teacher's, likewise; None: there is none.
+        targets: [n].
+        teacher_output: temperature and direction.
+        by: weights of the tokens in both losses, each [n]; None: no gradient is made.
+    """
+    place = targets.clamp(min=0)[:, None]
+    found = logits.gather(1, place).squeeze(1)
+    log_sum = logits.logsumexp(1)
+    divergence, gradient, difference = None, None, None
+    if theirs is not None and teacher_output is not None:
+        of_divergence = None if by is None else by[1]
+        divergence, difference = _divergence(logits, log_sum, theirs, teacher_output, of_divergence)
+    if by is not None:
+        gradient = logits.sub_(log_sum[:, None]).exp_().mul_(by[0][:, None])
+        gradient.scatter_add_(1, place, -by[0][:, None])
+        if difference is not None:
+            gradient += difference
+    return log_sum - found, divergence, gradient
+
+
+def _divergence(
+    logits: Tensor, log_sum: Tensor, theirs: Tensor, teacher_output: TeacherOutput, by: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the divergence, [n], and its gradient by the logits, [n, vocab], times `by`."""
+    temperature, is_reverse = teacher_output.temperature, teacher_output.direction == "reverse"
+    softened = logits if temperature == 1 else logits / temperature
+    student = softened - (log_sum if temperature == 1 else softened.logsumexp(1))[:, None]
+    teacher = theirs.div_(temperature) if temperature != 1 else theirs
+    teacher.sub_(teacher.logsumexp(1, keepdim=True))
+    share = (student if is_reverse else teacher).exp()
+    apart = teacher - student
+    mean = torch.linalg.vecdot(share, apart)
+    divergence = temperature**2 * (-mean if is_reverse else mean)
+    if by is None:
+        return divergence, None
+    scale = (temperature * by)[:, None]
+    if is_reverse:  # q (log q - log p - KL)
+        return divergence, apart.sub_(mean[:, None]).mul_(share).mul_(-scale)
+    return divergence, student.exp_().sub_(share).mul_(scale)  # q - p
 
 
 def _chunks(
     hidden: Tensor, weight: Tensor, teacher_output: TeacherOutput | None, most: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield a chunk's slice of the vocabulary, the logits [N, words], and the teacher's over the temperature."""
-    size = max(256, CHUNK_ELEMENTS // len(hidden))
-    for begin in range(0, len(weight), size)[:most]:
-        words = slice(begin, min(begin + size, len(weight)))
+    """Yield a chunk's slice of the tokens, their logits, [n, vocab], and the teacher's."""
+    weight = weight.to(hidden.dtype)
+    of_teacher = None if teacher_output is None else teacher_output.weight.to(hidden.dtype)
+    size = _chunk_size(hidden, len(weight))
+    for begin in range(0, len(hidden), size)[:most]:
+        rows = slice(begin, min(begin + size, len(hidden)))
         theirs = None
-        if teacher_output is not None:
-            theirs = _logits(teacher_output.hidden_states, teacher_output.weight[words])
-            if teacher_output.temperature != 1:
-                theirs.div_(teacher_output.temperature)
-        yield words, _logits(hidden, weight[words]), theirs
+        if teacher_output is not None and of_teacher is not None:
+            theirs = _product(teacher_output.hidden_states[rows], of_teacher.T)
+        yield rows, _product(hidden[rows], weight.T), theirs
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight.to(hidden.dtype)).to(_sum_dtype(hidden))
+def _chunk_size(like: Tensor, width: int) -> int:
+    """Return how many rows of so many elements are made at a time on a tensor's device."""
+    return max(1, (CHUNK_ELEMENTS_OF_GPU if like.is_cuda else CHUNK_ELEMENTS) // width)
 
 
-def _placed(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Return which targets lie in a slice of the vocabulary, [N], and their index in it, [N, 1]."""
-    place = targets - words.start
-    last = words.stop - words.start - 1
-    return (place >= 0) & (place <= last), place.clamp(0, last)[:, None]
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices of 16 bits into sums of 32, which a GPU does not round to 16 between."""
+    dtype = _sum_dtype(left)
+    if left.is_cuda and dtype != left.dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 def _sum_dtype(hidden: Tensor) -> torch.dtype:
@@ -231,12 +306,18 @@ class LossHead(nn.Linear):
     is_linear_without_targets = True
     """Given hidden states alone it does what `nn.Linear` does: the engine may compute that in another way."""
     most_chunks: int | None = None
-    """Chunks of the vocabulary to compute, of tensors without data alone: what they hold, the others hold too."""
+    """Chunks of the tokens to compute, of tensors without data alone: what they hold, the others hold too."""
 
     def forward(
-        self, hidden_states: Tensor, targets: Tensor | None = None, teacher_output: TeacherOutput | None = None
+        self,
+        hidden_states: Tensor,
+        targets: Tensor | None = None,
+        teacher_output: TeacherOutput | None = None,
+        weights: LossWeights | None = None,
     ) -> Any:
-        """Return logits [B, T, vocab], or cross-entropy and divergence (None without a teacher), each [B, T].
+        """Return logits [B, T, vocab], or cross-entropy and divergence, each [B, T], and their sum by `weights`.
+
+        Divergence is None without a teacher; the sum is returned with weights.
 
         Raises:
             ValueError: the teacher has another vocabulary.
@@ -255,10 +336,18 @@ class LossHead(nn.Linear):
         if teacher_output is not None:
             theirs = teacher_output.hidden_states.flatten(0, 1).to(states.dtype)
             teacher_output = dataclasses.replace(teacher_output, hidden_states=theirs)
+        by = None
+        if weights is not None:
+            by = (weights.cross_entropy.flatten(), None if weights.divergence is None else weights.divergence.flatten())
         with torch.autocast(device, enabled=False):
-            losses = _ChunkedLosses.apply(states, self.weight, targets.flatten(), teacher_output, self.most_chunks)
+            entropy, divergence, total = _ChunkedLosses.apply(
+                states, self.weight, targets.flatten(), teacher_output, by, self.most_chunks
+            )
         ignored = targets == IGNORED
-        return tuple(None if loss is None else loss.view_as(targets).masked_fill(ignored, 0) for loss in losses)
+        losses = (
+            None if loss is None else loss.view_as(targets).masked_fill(ignored, 0) for loss in (entropy, divergence)
+        )
+        return tuple(losses) if weights is None else (*losses, total)
 
 
 class TokenLossMixin:
@@ -274,6 +363,7 @@ class TokenLossMixin:
         targets: Tensor | None = None,
         teacher_output: TeacherOutput | None = None,
         token_mask: Tensor | None = None,
+        loss_weights: LossWeights | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the stock forward, or one that makes no logits.
@@ -284,6 +374,7 @@ class TokenLossMixin:
                 stock model's, logits included.
             teacher_output: a teacher's states for the same tokens.
             token_mask: which tokens the balance of experts counts, bool [B, T]; None: all.
+            loss_weights: of the tokens in the total; None: none is computed, and each loss has a gradient.
             kwargs: keywords of the stock forward; `skip_logits=True` without targets returns hidden states alone.
         Returns:
             `TokenLosses`, or the stock forward's output.
@@ -307,10 +398,16 @@ class TokenLossMixin:
             hidden = hidden * factor
         if targets is None:
             return TokenLosses(last_hidden_state=hidden)
-        losses = model.lm_head(hidden, targets, teacher_output)
+        if loss_weights is not None and ranks.size > 1:
+            of_divergence = loss_weights.divergence
+            of_divergence = None if of_divergence is None else ranks.chunk(of_divergence, 1)
+            loss_weights = LossWeights(ranks.chunk(loss_weights.cross_entropy, 1), of_divergence)
+        *losses, total = (*model.lm_head(hidden, targets, teacher_output, loss_weights), None)[:3]
         entropy, divergence = (None if loss is None else ranks.all_gather(loss, 1) for loss in losses)
+        if total is not None:
+            total = ranks.all_gather(total[None], 0).sum()
         balance = self._balance_loss(output.router_logits, token_mask) if balances else None
-        return TokenLosses(entropy, divergence, hidden, balance)
+        return TokenLosses(entropy, divergence, total, hidden, balance)
 
     def _balance_loss(self, router_logits: tuple[Tensor, ...], token_mask: Tensor | None) -> Tensor:
         """Compute the family's own load balancing loss of a pass, see `TokenLosses.aux_loss`.

@@ -12,9 +12,10 @@ from lightning import LightningModule
 from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
-from dmc.models import CompressedCausalLM, next_tokens, sequence_means, with_token_losses
+from dmc.models import CompressedCausalLM, next_tokens, with_token_losses
+from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.modeling import for_unpadded
-from dmc.models.token_losses import token_mean
+from dmc.models.token_losses import LossWeights, sequence_weights, token_weights
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
@@ -43,10 +44,13 @@ def train_gates_only(model: CompressedCausalLM) -> None:
 
 
 def compile_regions(model: Any) -> None:
-    """Compile norms and MLP of each layer, whose code all layers share; attention has its own kernels."""
+    """Compile norms, MLP, and what comes before attention in each layer; their code all layers share."""
     for layer in model.model.layers:
         for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
             region.compile()
+        attention = getattr(layer, "self_attn", None)
+        if isinstance(attention, CompressedAttentionMixin):
+            attention.compiled_states = torch.compile(attention.states)
 
 
 class RetrofitModule(LightningModule):
@@ -146,33 +150,37 @@ class RetrofitModule(LightningModule):
         state = self.plan.at(step)
         input_ids = batch["input_ids"]
         targets = next_tokens(input_ids, batch.get("loss_mask"))
+        weights = self._weights(targets, batch)
         counted = {"documents": batch["documents"], "token_mask": batch.get("token_mask")}
         if not self.has_gates:
-            losses = self.model(input_ids, use_cache=False, targets=targets, **counted)
-            loss = self._average(losses.cross_entropy, targets, batch)
+            losses = self.model(
+                input_ids, use_cache=False, targets=targets, loss_weights=LossWeights(weights), **counted
+            )
+            loss = losses.total
             metrics = {"train/loss": loss.detach()}
             if losses.aux_loss is not None:
                 metrics["train/router_loss"] = losses.aux_loss.detach()
                 loss = loss + losses.aux_loss
             self.micro_batch_metrics.append(metrics)
             return loss
-        trace = GateTrace(ranks=self.ranks)
+        trace, distillation = GateTrace(ranks=self.ranks), self.config.training.distillation
+        share = 0.0 if self.teacher is None or distillation is None else distillation.weight
         losses = self.model(
             input_ids,
             use_cache=False,
             gate_mode=self._gate_mode(state, batch["position"]),
             gate_trace=trace,
             targets=targets,
+            loss_weights=LossWeights((1 - share) * weights, share * weights if share else None),
             **counted,
             teacher_output=None if self.teacher is None else self.teacher.read(input_ids, batch["documents"]),
         )
-        loss = self._average(losses.cross_entropy, targets, batch)
-        metrics = {"train/loss": loss.detach()}
-        if losses.divergence is not None and self.config.training.distillation is not None:
-            distillation_loss = self._average(losses.divergence, targets, batch)
-            share = self.config.training.distillation.weight
-            metrics |= {"train/distillation_loss": distillation_loss.detach()}
-            loss = (1 - share) * loss + share * distillation_loss
+        if self.teacher is not None:
+            self.teacher.release()
+        loss = losses.total
+        metrics = {"train/loss": (losses.cross_entropy * weights).sum()}
+        if losses.divergence is not None and share:
+            metrics["train/distillation_loss"] = (losses.divergence * weights).sum()
         if losses.aux_loss is not None:
             metrics["train/router_loss"] = losses.aux_loss.detach()
             loss = loss + losses.aux_loss
@@ -230,11 +238,11 @@ class RetrofitModule(LightningModule):
         self.optimization.read(self.trainer)
         self.optimization.refuse_to_go_on(self.global_step)
 
-    def _average(self, losses: Tensor, targets: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Average the losses of a micro-batch, [B, T], so that the mean over micro-batches and ranks is the step's."""
+    def _weights(self, targets: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Weigh tokens, [B, T], so that the mean of their sums over micro-batches and ranks is the step's."""
         if self.config.training.loss_average == "token":
-            return token_mean(losses, targets, batch.get("loss_mask"), batch.get("num_predicted"))
-        return sequence_means(losses, targets, batch.get("loss_mask")).mean()
+            return token_weights(targets, batch.get("loss_mask"), batch.get("num_predicted"))
+        return sequence_weights(targets, batch.get("loss_mask")) / len(targets)
 
     def _gate_mode(self, state: StepState, positions: list[int]) -> GateMode:
         if state.neuron_multiplier is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dmc.compression import GateMode
 from dmc.models import with_token_losses
@@ -49,8 +50,13 @@ class Teacher:
         options = {} if self.gate_mode is None else {"gate_mode": self.gate_mode}
         with self.frozen():
             found = self.model(input_ids, use_cache=False, documents=documents, skip_logits=True, **options)
-        # FSDP2 leaves the weights outside the layers gathered after a forward.
+        # FSDP2 leaves the weights outside the layers gathered after a forward, until `release`.
         return TeacherOutput(found.last_hidden_state, self.model.lm_head.weight, self.temperature, self.direction)
+
+    def release(self) -> None:
+        """Let FSDP2 divide its embedding and head again, once the losses and their gradient are computed."""
+        if self.owns_weights and isinstance(self.model, FSDPModule):
+            self.model.reshard()
 
 
 class OwnBase(Teacher):

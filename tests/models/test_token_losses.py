@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from covering import cover
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
 
 from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
-from dmc.models.token_losses import LossHead, TeacherOutput, num_predicted, token_mean
+from dmc.models.token_losses import LossHead, LossWeights, TeacherOutput, num_predicted, sequence_weights, token_mean
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -30,7 +31,7 @@ def loss_of(entropy, divergence, targets):
     ("dtype", "temperature", "direction"), cover(tuple(NEAR), (None, 1.0, 2.5), ("forward", "reverse"))
 )
 def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temperature, direction):
-    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 1)  # 256 words at a time: the last chunk is not full
+    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 4 * 700)  # 4 tokens at a time: the last chunk is not full
     generator = torch.Generator().manual_seed(0)
     hidden, theirs = (torch.randn(3, 7, size, dtype=dtype, generator=generator) for size in (10, 6))
     head = LossHead(10, 700, bias=False, dtype=dtype)
@@ -40,18 +41,28 @@ def test_losses_and_gradients_are_those_of_whole_logits(monkeypatch, dtype, temp
     targets = next_tokens(ids, mask)
     assert targets.tolist()[1] == [-100, int(ids[1, 2]), -100, int(ids[1, 4]), -100, -100, -100]
     found = []
-    for at_once in (True, False):
+    weights = sequence_weights(targets, dtype=dtype) / len(targets)
+    for at_once in (True, False, None):
         states, head.weight.grad = hidden.clone().requires_grad_(), None
         if at_once:
             teacher = None if temperature is None else theirs @ weight.T
             losses = plain_losses(head(states), targets, teacher, temperature, direction)
         else:
             taught = None if temperature is None else TeacherOutput(theirs, weight, temperature, direction)
-            losses = head(states, targets, taught)
-        loss_of(*losses, targets).backward()
+            losses = head(states, targets, taught) if at_once is False else []
+        if at_once is None:  # as training, which knows the tokens' weights before: the gradient is made at once
+            shares = (weights, None) if temperature is None else (0.25 * weights, 0.75 * weights)
+            *losses, total = head(states, targets, taught, LossWeights(*shares))
+            assert not any(loss.requires_grad for loss in losses if loss is not None)
+            (3 * total).backward()
+            torch.testing.assert_close(total, loss_of(*losses, targets), rtol=NEAR[dtype], atol=NEAR[dtype])
+            states.grad /= 3
+            head.weight.grad /= 3
+        else:
+            loss_of(*losses, targets).backward()
         found.append([losses[0].detach(), states.grad, head.weight.grad])
         found[-1] += [] if temperature is None else [losses[1].detach()]
-    for got, expected in zip(found[1], found[0], strict=True):
+    for got, expected in zip(found[1] + found[2], found[0] + found[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
@@ -81,7 +92,7 @@ def test_weights_of_any_dtype_count_in_the_sum_as_in_the_number(dtype):
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_gradients_of_the_divergence_are_those_of_finite_differences(monkeypatch, direction):
-    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 2 * 300)
     generator = torch.Generator().manual_seed(2)
     sizes = ((1, 3, 4), (300, 4), (1, 3, 2), (300, 2))
     hidden, weight, theirs, other = (torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes)
@@ -203,3 +214,19 @@ def test_128k_words_take_a_quarter_of_the_memory_of_whole_logits(precision, dist
     plain, chunked = peak(True), peak(False)
     print(f"{plain / 2**30:.2f} GiB in one piece, {chunked / 2**30:.2f} GiB in chunks")
     assert chunked <= plain / 4
+
+
+@pytest.mark.parametrize("distils", [False, True])
+def test_training_makes_each_logit_once(distils):
+    """Products with the output projection: forward and two gradients, and the teacher's; twice without weights."""
+    head, targets = LossHead(8, 500, bias=False), torch.randint(500, (1, 30))
+    taught = TeacherOutput(torch.randn(1, 30, 8), torch.randn(500, 8)) if distils else None
+    weights, counts = torch.rand(1, 30), []
+    for known in (LossWeights(weights, weights if distils else None), None):
+        with FlopCounterMode(display=False) as flops:
+            *losses, last = head(torch.randn(1, 30, 8, requires_grad=True), targets, taught, known)
+            if known is None:
+                last = sum((loss * weights).sum() for loss in (*losses, last) if loss is not None)
+            last.backward()
+        counts.append(flops.get_total_flops() / (2 * 30 * 8 * 500))
+    assert counts == [3 + distils, 4 + 2 * distils]
