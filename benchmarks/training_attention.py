@@ -54,8 +54,11 @@ def attention_cases(
     def causal() -> Tensor:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    def masked(**options: Any) -> Tensor:
-        return masked_attention(query, key, value, functional.logsigmoid(logits), scaling, **options)
+    few = torch.where(torch.rand(batch, kv_heads, time_) < 0.3, 0.0, -torch.inf).requires_grad_()
+
+    def masked(bias: Tensor | None = None, **options: Any) -> Tensor:
+        bias = functional.logsigmoid(logits) if bias is None else bias
+        return masked_attention(query, key, value, bias, scaling, **options)
 
     def delayed(keep_top: bool, **options: Any) -> Tensor:
         raw, log_keep = (raw_key, raw_value) if keep_top else (None, None), functional.logsigmoid(logits)
@@ -68,11 +71,12 @@ def attention_cases(
         f"merge, delay {delay}": lambda: delayed(True),
         f"drop, delay {delay}": lambda: delayed(False),
         "drop, sinks": lambda: delayed(False, sinks=sinks),
+        "merge, 30 % of the keys kept": lambda: masked(few),
         "merge, documents": lambda: masked(documents=documents),
         "no gates, sinks": lambda: causal_attention(query, key, value, scaling, sinks=sinks),
         f"no gates, window {window}": lambda: window_attention(query, key, value, scaling, window),
     }
-    return cases, [*leaves, logits, sinks]
+    return cases, [*leaves, logits, few, sinks]
 
 
 def main() -> None:

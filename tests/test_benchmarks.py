@@ -11,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LITTLE = {
     "training_kernels": "--shapes 1,2,1,32,16 --rounds 1",
+    "training_attention": "--shapes 1,2,1,64,16 --delay 8 --window 8 --rounds 1",
     "decode_kernels": "--kernels reference --decode 1,1,2,64,16 --prefill 1,1,2,32,16 --rounds 1",
     "policies": "--kv_heads 2 --decode 1,64 --prefill --decode_rounds 1",
     "prefill": "--prompt_length 16",

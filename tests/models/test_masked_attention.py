@@ -1,5 +1,7 @@
 import math
 import os
+import statistics
+import time
 
 import pytest
 import torch
@@ -592,3 +594,30 @@ def test_what_training_leaves_out_changes_weights_by_less_than_its_bound():
     assert 0 < (found - whole).abs().max() < bound
     for got, want in zip(*(torch.autograd.grad(out.sum(), tensors[3:]) for out in (found, whole)), strict=False):
         assert (got - want).abs().max() < 200 * bound
+
+
+@pytest.mark.slow
+def test_a_cpu_takes_little_longer_than_for_causal_attention():
+    """Attention of a merge gate took 1.0 to 1.3 times as long; a product or a pass over the scores more shows."""
+    states = [torch.randn(1, 1024, heads, 64).transpose(1, 2).requires_grad_() for heads in (8, 8, 8)]
+    logits = torch.randn(1, 8, 1024, requires_grad=True)
+    few = torch.where(torch.rand(1, 8, 1024) < 0.3, 0.0, -math.inf).requires_grad_()
+    cases = {
+        "causal": lambda: causal_attention(*states, 0.125),
+        "merge": lambda: masked_attention(*states, functional.logsigmoid(logits), 0.125),
+        "few": lambda: masked_attention(*states, few, 0.125),
+    }
+    seconds = {name: [] for name in cases}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(9):
+            for name, attend_once in cases.items():
+                start = time.process_time()
+                attend_once().sum().backward()
+                seconds[name].append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    causal, merge, few_kept = (statistics.median(times) for times in seconds.values())
+    assert merge < 1.7 * causal
+    assert few_kept < 0.85 * merge

@@ -35,7 +35,7 @@ def fused_attention(
     delay: int,
     keep_top: bool,
     window: int | None,
-    skip_below: float | None = None,
+    skip_below: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, see `delayed_masked_attention` and `window_attention`.
 
@@ -94,7 +94,7 @@ def fused_attention_backward(
     delay: int,
     keep_top: bool,
     window: int | None,
-    skip_below: float | None = None,
+    skip_below: float | None,
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, and of log_keep, recent_key and recent_value where they are given."""
     from dmc.models.masked_attention.kernels import key_gradient_kernel, query_gradient_kernel

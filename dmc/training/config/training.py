@@ -220,7 +220,7 @@ class TrainingConfig:
     """Whether a sequence holds whole documents, as many as fit, instead of a piece of the text cut anywhere."""
     overfit_sequences: Count | None = None
     """Train on this many sequences repeatedly, to check that the loss can fall; None: on all."""
-    skip_below: Annotated[StrictFloat, Field(lt=0)] | None = -30.0
+    skip_below: Annotated[StrictFloat, Field(lt=0)] | None = -14.0
     """Tokens whose log(1 - alpha), noise included, is at most this may be left out of attention, forwards and
     backwards: below 0; -inf is exact; None: none is left out."""
     activation_checkpointing: StrictBool = False
