@@ -45,7 +45,7 @@ LOCKS = ".locks"
 """Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
-SKETCH = 8
+SKETCH = 4
 """Maximum number of contexts in a sketch, which are spread over a task."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer (None if it has none)."""
@@ -124,6 +124,7 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
         for cell in cells_here:
             bar.set_description(cell.title)
             row = cell.row | {"device": "", "provenance": source}
+            began = time.perf_counter(), time.process_time()
             try:
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
@@ -133,7 +134,8 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            store.append(row | {"time": datetime.now(timezone.utc).isoformat()})
+            took = {"seconds": time.perf_counter() - began[0], "cpu_seconds": time.process_time() - began[1]}
+            store.append(row | took | {"time": datetime.now(timezone.utc).isoformat()})
             bar.update()
             release_memory()  # free the cell's cache before the next
 
