@@ -294,7 +294,8 @@ def measure(
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
-    if not isinstance(task, LMEvalTask) and given["samples"] > SKETCH:  # a sketch saves measurements of all samples
+    is_long = not isinstance(task, LMEvalTask) and len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH
+    if is_long:  # a sketch saves measurements of all samples
         few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
         first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
     return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
@@ -327,9 +328,9 @@ def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
 
 
 def _sketch(samples: Sequence[Sample]) -> list[Sample]:
-    """Choose contexts from all over a task, with a question to each, if it has more than that."""
-    first = [samples[indices[0]] for indices in by_prompt(samples)]
-    return [first[place] for place in spread(SKETCH, len(first))]
+    """Choose contexts from all over a task, with all questions about them, which cost little."""
+    contexts = by_prompt(samples)
+    return [samples[index] for place in spread(SKETCH, len(contexts)) for index in contexts[place]]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
