@@ -45,7 +45,7 @@ LOCKS = ".locks"
 """Folder beside the rows, with the lock of each cell."""
 PAUSE = 1.0
 """Seconds between two checks of cells that other processes run."""
-SKETCH = 8
+SKETCH = 4
 """Maximum number of contexts in a sketch, which are spread over a task."""
 Load = Callable[[ComparedModel], tuple[Any, Any]]
 """Loads a model and its tokenizer (None if it has none)."""
@@ -124,6 +124,7 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
         for cell in cells_here:
             bar.set_description(cell.title)
             row = cell.row | {"device": "", "provenance": source}
+            began = time.perf_counter(), time.process_time()
             try:
                 subject = loaded(cell.model)
                 row["device"] = device_name(subject.model)
@@ -133,7 +134,8 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            store.append(row | {"time": datetime.now(timezone.utc).isoformat()})
+            took = {"seconds": time.perf_counter() - began[0], "cpu_seconds": time.process_time() - began[1]}
+            store.append(row | took | {"time": datetime.now(timezone.utc).isoformat()})
             bar.update()
             release_memory()  # free the cell's cache before the next
 
@@ -292,7 +294,8 @@ def measure(
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
-    if not isinstance(task, LMEvalTask) and given["samples"] > SKETCH:  # a sketch saves measurements of all samples
+    is_long = not isinstance(task, LMEvalTask) and len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH
+    if is_long:  # a sketch saves measurements of all samples
         few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
         first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
     return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
@@ -325,9 +328,9 @@ def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
 
 
 def _sketch(samples: Sequence[Sample]) -> list[Sample]:
-    """Choose contexts from all over a task, with a question to each, if it has more than that."""
-    first = [samples[indices[0]] for indices in by_prompt(samples)]
-    return [first[place] for place in spread(SKETCH, len(first))]
+    """Choose contexts from all over a task, with all questions about them, which cost little."""
+    contexts = by_prompt(samples)
+    return [samples[index] for place in spread(SKETCH, len(contexts)) for index in contexts[place]]
 
 
 def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:

@@ -16,7 +16,7 @@ from typing import Any
 import pandas
 from filelock import FileLock
 
-from dmc.files import flattened
+from dmc.files import flattened, written_whole
 from dmc.results.measurement import DONE, NOT_FINITE, Row, settings_of_task, to_frame
 
 logger = logging.getLogger(__name__)
@@ -235,11 +235,9 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written; an earlier one stays.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with written_whole(path, beside) as partial:
+            partial.write_bytes(content)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)

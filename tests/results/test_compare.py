@@ -244,9 +244,12 @@ def test_what_is_reported_is_measured_on_text_that_nothing_is_chosen_on(make_con
     tasks += [{"name": "chosen", "like": "text_loss", "source": held_out}]
     rows = {cell.task.name: cell.row for cell in plan_grid(make_config(tasks=tasks), CONFIGS)}
     without_text = dict.fromkeys(["passkey", "key_value", "two_stage", "two_stage_direct", "own"])
+    without_text |= dict.fromkeys(["ruler_niah", "ruler_vt", "ruler_cwe", "ruler_fwe"])
     splits = dict.fromkeys(names, "test") | without_text | {"chosen": "validation"}
     assert {name: row["split"] for name, row in rows.items()} == splits
-    assert {row["main_metric"] for row in rows.values()} == {"loss", "exact_match", "obeyed", "share_held"}
+    assert {row["main_metric"] for row in rows.values()} == {
+        *("loss", "exact_match", "obeyed", "share_held", "agreement", "string_match")
+    }
     assert [rows[name]["question"] for name in ("passkey", "multi_turn", "text_loss")] == ["known", "hidden", None]
     for changes, title in ({"split": "validation"}, " of the validation split"), ({"question": "hidden"}, ""):
         table = write_report([plain_row("full", None, [1.0, 2.0], **changes)], tmp_path)

@@ -10,7 +10,7 @@ from runtime.test_prefix_cache import count_fed
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.results.compare import batches
+from dmc.results.compare import SKETCH, _sketch, batches
 from dmc.results.tasks import Sample
 from dmc.results.tasks.forking import answers_of
 
@@ -91,3 +91,11 @@ def test_batches_hold_whole_contexts(make_prompts):
     assert [*batches(samples, 8)] == [[0, 2, 4, 1, 5, 3]]
     assert [*batches(samples, 4)] == [[0, 2, 4], [1, 5, 3]]
     assert [*batches(samples, 1)] == [[0, 2, 4], [1, 5], [3]]  # more questions than places: a batch of its own
+
+
+def test_a_sketch_has_contexts_from_all_over_a_task_with_all_their_questions():
+    samples = [Sample([number], [1], after=[question]) for question in (1, 2) for number in range(9)]
+    assert SKETCH == 4
+    assert [(one.prompt[0], one.after[0]) for one in _sketch(samples)] == [
+        (number, question) for number in (0, 3, 5, 8) for question in (1, 2)
+    ]

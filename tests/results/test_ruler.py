@@ -43,7 +43,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("question", ["hidden", "known"])
+@pytest.mark.parametrize("question", ["hidden", pytest.param("known", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:a sequence may come to")
 def test_one_who_reads_finds_all_items_and_one_who_does_not_finds_none(name, question, model, tokenizer):  # noqa: F811
     task, script, asked = TASKS[name]

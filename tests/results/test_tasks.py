@@ -474,7 +474,7 @@ def test_metrics_are_averaged_by_coordinates():
     [
         (lambda _: Needle(haystack=FILLER, fact="none"), "fact='none': expected {number}"),
         (lambda _: Needle(haystack=FILLER, question_text="\nWhat is it?"), "expected the beginning of the answer"),
-        (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "without names in braces"),
+        (lambda _: Needle(haystack=FILLER, question_text="? {name} is"), "a known question without names in braces"),
         (lambda _: NEEDLE.samples(None, 300), "needs a tokenizer"),
         (
             lambda tokenizer: Needle(haystack=FILLER, lengths=[20]).samples(tokenizer, 300),

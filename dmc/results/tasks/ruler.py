@@ -1,8 +1,8 @@
 """Tasks of RULER (arXiv:2404.06654) that make their own data: needles, variables, common and frequent words.
 
-They differ from the authors' data in five ways. Lengths count a prompt with its question. Keys and words come from
-lists of this project. A haystack is a text of your own, or the authors' repeated sentences. The beginning of an answer
-names no key. All keys or chains of a context can be asked for, each in a question of its own.
+They differ from the authors' data in four ways. Lengths count a prompt with its question. Keys and words come from
+lists of this project. A haystack is a text of your own, or the authors' repeated sentences. All keys or chains of a
+context can be asked for, each in a question of its own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RulerNeedles(Ruler):
     )
     question_text: ClassVar[str] = (
         "\nWhat are all the special magic numbers for {key} mentioned in the provided text? "
-        "The special magic numbers mentioned in the provided text are"
+        "The special magic numbers for {key} mentioned in the provided text are"
     )
 
     def __post_init__(self) -> None:
