@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 import yaml
-from composing import CONFIGS, composed
+from composing import CONFIGS, composed, settings_of
 from documents import PAGES, ROOT
 from scripts_here import run_script
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -192,3 +192,20 @@ def test_the_page_prints_what_the_experiment_plans():
     shape = BASE["shape"]
     per_token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     assert f"{per_token:,} bytes" in PAGE
+
+
+def test_the_commands_for_two_cores_have_settings_that_exist():
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", ON_CPU, flags=re.S) for line in block.splitlines()]
+    seen = []
+    for line in lines:
+        if line.startswith("python"):
+            _, script, *words = shlex.split(line)
+            seen.append(script.removeprefix("scripts/").removesuffix(".py"))
+            settings_of(seen[-1], *words)
+    assert {*seen} == {"train", "collect", "compare", "demo", "generate", "serve"}
+    config = composed("experiment=smollm2/cr4")
+    lengths = dict(Plan(config.training, config.target_ratio, config.compression).lengths())
+    fit = config.training.regression_init.sequences
+    assert f"{fit} texts" in ON_CPU
+    assert f"in {lengths['retrofit']} steps" in ON_CPU and f"{lengths['solidify']} more" in ON_CPU
+    assert config.training.gates_only and config.training.distillation.weight == 1

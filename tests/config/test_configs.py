@@ -87,7 +87,7 @@ def test_every_option_composes():
     groups = ("compression", "base", "trainer", "logger", "callbacks", "debug")
     for options in zip_longest(*([f"{group}={name}" for name in names(group)] for group in groups)):
         composed(*filter(None, options), *(["training=pretrain"] if options[0] == "compression=none" else []))
-    hidden = dict.fromkeys(("short_measured", "retrofit_measured", "regress"), "dmc_hidden")
+    hidden = dict.fromkeys(("short_measured", "retrofit_measured", "regress", "regress_distill"), "dmc_hidden")
     needed = {"write_gate": "write_gate", **hidden}
     for name in names("training"):
         composed(f"training={name}", "model=somewhere", f"compression={needed.get(name, 'dmc')}")
@@ -108,7 +108,7 @@ def test_loggers_and_callbacks_are_chosen_several_at_once():
 def test_every_source_can_be_built(name):
     fill = ["data.train.text.name=a.txt", "data.validation.text.name=b.txt"] if name == "text_files" else []
     no_facts = ["data.facts=null"] if name == "recall" else []  # which are written into cached text
-    fill += ["data.tokenizer.path=somewhere"] if name in ("text_files", "hub_blend") else []  # else the model's own
+    fill += ["data.tokenizer.path=somewhere"] if name in ("text_files", "hub_blend", "mixed") else []  # else the model's own
     config = composed(f"data={name}", *fill, "data.streaming=true", "data.stream_shards=8", *no_facts)
     assert config.data.stream_shards == 8
     for source in (*config.data.train.values(), *config.data.validation.values()):
