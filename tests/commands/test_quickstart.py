@@ -29,6 +29,7 @@ training.validation_sequences=2
 compression.delay=8
 """.strip().splitlines()
 GATES += [f"+data.{split}.stdlib.folder=lib" for split in ("train", "validation", "calibration", "test")]
+GATES += [f"~data.{split}.prose" for split in ("train", "validation", "calibration")]
 COMPARED = ["--compare", f"tasks=[{NEEDLE},{LOSS}]", "policies=[full,h2o]"]
 
 
