@@ -75,21 +75,23 @@ install_torch() {
     pip_install "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
 }
 
-# pip_install ARGUMENTS: pip install into .venv; on a terminal one line shows how far it is.
+# pip_install ARGUMENTS: pip install into .venv; what pip says goes to .venv/install.log, whose end is shown if it fails.
 pip_install() (
     set -o pipefail
-    if [ -t 2 ]; then
-        .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" | awk '
-            function show(text) { printf "\r\033[K  %s", substr(text, 1, 76) >"/dev/stderr"; fflush("/dev/stderr") }
-            /^ *Collecting / { show(++found " packages: " $2) }
-            /^ *Downloading / { size = $3 " " $4; show(found " packages: " name($2) " " size) }
-            /^Installing collected packages/ { show("installing " gsub(",", ",") + 1 " packages") }
-            function name(file) { sub(/.*\//, "", file); sub(/-.*/, "", file); return file }
-            END { printf "\r\033[K" >"/dev/stderr" }'
-    else
-        .venv/bin/python -m pip install -q --disable-pip-version-check "$@"
-    fi
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 | tee .venv/install.log \
+        | show_packages || { tail -n 20 .venv/install.log >&2 && return 1; }
 )
+
+# show_packages: of pip's words, how many packages it has found and which is on its way, in one line on a terminal.
+show_packages() {
+    [ -t 2 ] || { cat >/dev/null && return; }
+    awk 'function show(text) { printf "\r\033[K  %s", substr(text, 1, 76) >"/dev/stderr"; fflush("/dev/stderr") }
+        function name(file) { sub(/.*\//, "", file); sub(/-.*/, "", file); return file }
+        /^ *Collecting / { show(++found " packages: " $2) }
+        /^ *Downloading / { show(found " packages: " name($2) " " $3 " " $4) }
+        /^Installing collected packages/ { show("installing " gsub(",", ",") + 1 " packages") }
+        END { printf "\r\033[K" >"/dev/stderr" }'
+}
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail

@@ -15,10 +15,11 @@ from tiny_gguf import write_tiny_gguf
 
 from dmc.gguf import import_gguf
 
-NEEDLE = "{name: needle, like: needle, lengths: [120], depths: [0.2, 0.8], samples_per_place: 2, "
-NEEDLE += "questions_per_context: 2, question: hidden, "
-NEEDLE += "max_new_tokens: 2, fact: '{name}={number}', question_text: '{name}? ='}"
-LOSS = "{name: loss, like: text_loss, num_samples: 3, context_tokens: 80, scored_tokens: 40}"
+TEXT = "{_target_: dmc.data.StandardLibrarySource, split: test, folder: lib}"
+NEEDLE = f"{{name: needle, like: needle, haystack: {TEXT}, "
+NEEDLE += "lengths: [120], depths: [0.2, 0.8], samples_per_place: 2, questions_per_context: 2, "
+NEEDLE += "question: hidden, max_new_tokens: 2, fact: '{name}={number}', question_text: '{name}? ='}"
+LOSS = f"{{name: loss, like: text_loss, source: {TEXT}, num_samples: 3, context_tokens: 80, scored_tokens: 40}}"
 GATES = """
 training.stages.retrofit.length=3 steps
 training.sequence_length=96
@@ -27,6 +28,8 @@ training.calibration_sequences=4
 training.validation_sequences=2
 compression.delay=8
 """.strip().splitlines()
+GATES += [f"+data.{split}.stdlib.folder=lib" for split in ("train", "validation", "calibration", "test")]
+GATES += [f"~data.{split}.prose" for split in ("train", "validation", "calibration")]
 COMPARED = ["--compare", f"tasks=[{NEEDLE},{LOSS}]", "policies=[full,h2o]"]
 
 
@@ -42,6 +45,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_gates_are_learned_and_compared_and_the_commands_at_the_end_run(folder, capfd):
+    (folder / "lib").mkdir()
+    for number in range(400):
+        (folder / f"lib/module_{number}.py").write_text(f'"""Module {number}."""\n\nvalue_{number} = {number**3}\n' * 5)
     write_tiny_gguf(folder / "tiny.gguf")
     import_gguf(folder / "tiny.gguf", folder / "tiny")
     assert not run_script("quickstart.py", "model=tiny", *GATES, *COMPARED)
