@@ -137,14 +137,18 @@ def _counts(targets: Tensor, loss_mask: Tensor | None, dtype: torch.dtype) -> Te
     return counts if loss_mask is None else counts * F.pad(loss_mask[:, 1:].to(dtype), (0, 1))
 
 
-@dataclass
 class LossWeights:
-    """Weight of each token's losses in a sum, which is then computed with its gradient in one pass."""
+    """Weight of each token's losses in a sum, which is then computed with its gradient in one pass.
 
-    cross_entropy: Tensor
-    """[B, T], 0 where nothing is to be predicted."""
-    divergence: Tensor | None = None
-    """Likewise; None: there is no teacher."""
+    Not a dataclass: FSDP2 casts the tensors in those among a model's arguments to bfloat16.
+
+    Args:
+        cross_entropy: float32 [B, T], 0 where nothing is to be predicted.
+        divergence: likewise; None: there is no teacher.
+    """
+
+    def __init__(self, cross_entropy: Tensor, divergence: Tensor | None = None) -> None:
+        self.cross_entropy, self.divergence = cross_entropy, divergence
 
 
 class _ChunkedLosses(torch.autograd.Function):

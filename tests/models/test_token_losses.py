@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from covering import cover
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
@@ -230,3 +231,9 @@ def test_training_makes_each_logit_once(distils):
             last.backward()
         counts.append(flops.get_total_flops() / (2 * 30 * 8 * 500))
     assert counts == [3 + distils, 4 + 2 * distils]
+
+
+def test_weights_keep_their_precision_where_fsdp_casts_a_models_arguments():
+    weights = LossWeights(torch.rand(2, 3), torch.rand(2, 3))
+    given = _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"loss_weights": weights})
+    assert given["loss_weights"] is weights and weights.cross_entropy.dtype == torch.float32
