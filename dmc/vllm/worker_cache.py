@@ -146,6 +146,9 @@ class WorkerCache:
             self._sinks[index] = sinks
             self._layers.pop(index, None)
 
+    def make_room(self, num_new: list[int]) -> None:
+        """See `PagedCache.make_room`: vLLM's scheduler has kept pages for the step."""
+
     def append(self, backend: ModuleType, layer_index: int, batch: ForwardBatch, tokens: NewTokens) -> VisibleKeys:
         """Let tokens into a layer, as the gates decide; say what their queries see."""
         seen: VisibleKeys = backend.append_or_merge(self.layer(layer_index), batch, tokens, self.layout.compression)

@@ -245,6 +245,7 @@ def adapter(make_stock, make_compressed, tmp_path):
 
 
 def test_gates_alone_are_served_with_their_base(adapter, make_prompts, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     prompts, num_new = make_prompts(5, 70, 33), 24
     sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0)
     expected = Engine(load_model(adapter)).generate(prompts, sampling)
