@@ -33,6 +33,7 @@ from dmc.compression import CompressionConfig
 from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, VisibleKeys
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton import append, append_chunk, compaction, decode, evict_one, prefill, received
+from dmc.models import fused_losses, token_loss_kernel
 from dmc.models.masked_attention import fused, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -204,11 +205,29 @@ def launch_training(dtype: torch.dtype, head_dim: int) -> None:
             fused.fused_attention_backward._init_fn(states[0], *states[:3], *others, *result)
 
 
+def launch_losses(dtype: torch.dtype) -> None:
+    """Launch the kernel of the losses over a vocabulary: from text alone, and from a teacher."""
+    logits, targets, weights = torch.empty(BATCH, LENGTH), torch.empty(BATCH, dtype=torch.int64), torch.empty(BATCH)
+    with patch.object(torch.cuda, "device_of", contextlib.nullcontext):
+        for theirs, by in ((None, None), (logits, weights)):
+            fused_losses.row_losses._init_fn(logits, theirs, targets, weights, by, 1.0, False, dtype)
+
+
 def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: str = "") -> pandas.DataFrame:
     """Compile the kernels whose names match, or all, for a GPU; give a row for each binary."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        for module in (append, append_chunk, decode, prefill, received, compaction, evict_one, kernels):
+        for module in (
+            append,
+            append_chunk,
+            decode,
+            prefill,
+            received,
+            compaction,
+            evict_one,
+            kernels,
+            token_loss_kernel,
+        ):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:
                 stand_in = Compiled(kernel, capability, rows) if re.search(names, name) else LaunchesNothing()
                 stack.enter_context(patch.object(module, name, stand_in))
@@ -216,6 +235,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
             stack.enter_context(patch.object(module, "major_capability", lambda device: capability // 10))
         launch_all(dtype, head_dim)
         launch_training(dtype, head_dim)
+        launch_losses(dtype)
     table = pandas.DataFrame(rows).drop_duplicates()
     return table.assign(sm=capability, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim)
 

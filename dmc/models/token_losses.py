@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.utils import ModelOutput
 
+from dmc.models.fused_losses import fused_losses_of_rows
+from dmc.models.masked_attention import runs_triton
 from dmc.ranks import ALONE, Ranks
 
 BALANCE = "load_balancing_loss_func"
@@ -205,7 +207,11 @@ def _in_chunks(
     weight, dtype = weight.to(hidden.dtype), weight.dtype
     for rows, logits, theirs in _chunks(hidden, weight, teacher_output, most):
         part = None if by is None else (by[0][rows], None if by[1] is None else by[1][rows])
-        entropy[rows], mean, gradient = losses_of_rows(logits, theirs, targets[rows], teacher_output, part)
+        given = (logits, theirs, targets[rows], teacher_output, part)
+        if runs_triton(logits, logits.dtype):
+            entropy[rows], mean, gradient = fused_losses_of_rows(*given, hidden.dtype)
+        else:
+            entropy[rows], mean, gradient = losses_of_rows(*given)
         if divergence is not None and mean is not None:
             divergence[rows] = mean
         if gradient is None:
@@ -286,7 +292,7 @@ def _chunks(
 
 def _chunk_size(like: Tensor, width: int) -> int:
     """Return how many rows of so many elements are made at a time on a tensor's device."""
-    return max(1, (CHUNK_ELEMENTS_OF_GPU if like.is_cuda else CHUNK_ELEMENTS) // width)
+    return max(1, (CHUNK_ELEMENTS_OF_GPU if runs_triton(like, _sum_dtype(like)) else CHUNK_ELEMENTS) // width)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -13,7 +13,12 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
 TESTS = Path(__file__).parents[1]
-FILES = ["kernels/test_triton.py", "kernels/test_evict.py", "models/test_masked_attention.py"]
+FILES = [
+    "kernels/test_triton.py",
+    "kernels/test_evict.py",
+    "models/test_masked_attention.py",
+    "models/test_token_losses.py",
+]
 QUICK, SLOW = 50, 30
 """Tests that each tier has at least."""
 

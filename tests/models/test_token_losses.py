@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,17 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.flop_counter import FlopCounterMode
 
-from dmc.models import next_tokens, sequence_means, token_losses, with_token_losses
-from dmc.models.token_losses import LossHead, LossWeights, TeacherOutput, num_predicted, sequence_weights, token_mean
+from dmc.models import fused_losses, next_tokens, sequence_means, token_losses, with_token_losses
+from dmc.models.token_losses import (
+    IGNORED,
+    LossHead,
+    LossWeights,
+    TeacherOutput,
+    losses_of_rows,
+    num_predicted,
+    sequence_weights,
+    token_mean,
+)
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -237,3 +248,27 @@ def test_weights_keep_their_precision_where_fsdp_casts_a_models_arguments():
     weights = LossWeights(torch.rand(2, 3), torch.rand(2, 3))
     given = _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"loss_weights": weights})
     assert given["loss_weights"] is weights and weights.cross_entropy.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("temperature", "direction", "weighs"), cover((None, 1.0, 1.7), ("forward", "reverse"), ("both", "one", "none"))
+)
+def test_kernels_of_losses_are_those_of_the_definition(monkeypatch, temperature, direction, weighs):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in a process that tests/kernels/test_interpreter.py starts")
+    monkeypatch.setattr(fused_losses, "WORDS", 64)  # the last part of a row is not full
+    generator = torch.Generator().manual_seed(0)
+    logits, theirs = (5 * torch.randn(6, 300, generator=generator) for _ in range(2))
+    targets = torch.tensor([0, 299, IGNORED, 64, 63, IGNORED])
+    taught = None if temperature is None else TeacherOutput(theirs, theirs, temperature, direction)
+    by = tuple(torch.rand(6, generator=generator).masked_fill(targets == IGNORED, 0) for _ in range(2))
+    by = {"both": by, "one": (by[0], None), "none": None}[weighs]
+    given = None if temperature is None else theirs.clone()
+    found = fused_losses.fused_losses_of_rows(logits.clone(), given, targets, taught, by, torch.float32)
+    expected = losses_of_rows(logits, None if temperature is None else theirs, targets, taught, by)
+    for ours, oracle in zip(found, expected, strict=True):
+        assert (ours is None) == (oracle is None)
+        if ours is not None:
+            rows = targets != IGNORED
+            torch.testing.assert_close(ours[rows], oracle[rows], rtol=1e-5, atol=2e-6)
+            assert not ours[~rows].any()  # where nothing is to be predicted

@@ -18,6 +18,7 @@ __all__ = [
     "causal_attention",
     "delayed_masked_attention",
     "masked_attention",
+    "runs_triton",
     "window_attention",
 ]
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device_type", default=None)
@@ -201,11 +202,15 @@ def _attend(
 
 
 def _runs_fused(query: Tensor, dtype: torch.dtype) -> bool:
+    return query.shape[-1] <= LARGEST_HEAD and runs_triton(query, dtype)
+
+
+def runs_triton(states: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether Triton's kernels compute on the device of `states`, in `dtype`: a GPU's, see `as_on`."""
     device_type = _DEVICE_TYPE.get()
-    is_gpu = (device_type or query.device.type) == "cuda"
-    if not is_gpu or dtype == torch.float64 or query.shape[-1] > LARGEST_HEAD:
+    if (device_type or states.device.type) != "cuda" or dtype == torch.float64:
         return False
-    return device_type is not None or torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return device_type is not None or torch.cuda.get_device_capability(states.device) >= (8, 0)
 
 
 def _product_dtype(query: Tensor) -> torch.dtype:
