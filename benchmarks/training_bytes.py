@@ -9,7 +9,7 @@ attention kernel are left out; the rest is glue that moves bytes. Counted on two
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Glue(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.launches, self.gigabytes = "forward", Counter[str](), Counter[str]()
+        self.phase, self.launches = "forward", Counter[str]()
+        self.gigabytes: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         out = function(*arguments, **(keywords or {}))
@@ -61,7 +62,7 @@ def count(config: Any, num_layers: int) -> Glue:
                 glue.phase = "forward"
                 return found
 
-            module.teacher.read = reading
+            module.teacher.read = reading  # type: ignore
         head = module.model.lm_head
         head.register_forward_pre_hook(lambda *_: setattr(glue, "phase", "loss"))
         head.register_forward_hook(lambda *_: setattr(glue, "phase", "forward"))
@@ -73,12 +74,12 @@ def count(config: Any, num_layers: int) -> Glue:
             glue.phase = "backward"
             backward(loss, **options)
 
-        Tensor.backward = going_back  # type: ignore[method-assign]
+        Tensor.backward = going_back  # type: ignore
         try:
             with glue:
                 step.micro_batch()
         finally:
-            Tensor.backward = backward  # type: ignore[method-assign]
+            Tensor.backward = backward  # type: ignore
     return glue
 
 
