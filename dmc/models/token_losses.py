@@ -165,9 +165,9 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, teacher_output: TeacherOutput | None,
         weights: TokenWeights | None, most: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        states = (hidden, weight, targets, teacher_output)
         ctx.gradients, wants = None, ctx.needs_input_grad[:2]
-        entropy, divergence, *gradients = _in_chunks(*states, weights, wants, most)
+        found = _in_chunks(hidden, weight, targets, teacher_output, weights, wants, most)
+        entropy, divergence, *gradients = found
         if weights is None:
             ctx.given, ctx.most = (targets, teacher_output), most
             ctx.save_for_backward(hidden, weight)
@@ -186,8 +186,9 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         found, ctx.gradients = ctx.gradients, None
         if found is None:
-            (hidden, weight), wants = ctx.saved_tensors, ctx.needs_input_grad[:2]
-            found = _in_chunks(hidden, weight, *ctx.given, (by_entropy, by_divergence), wants, ctx.most)[2:]
+            (hidden, weight), (targets, teacher_output) = ctx.saved_tensors, ctx.given
+            by, wants = (by_entropy, by_divergence), ctx.needs_input_grad[:2]
+            found = _in_chunks(hidden, weight, targets, teacher_output, by, wants, ctx.most)[2:]
         else:
             found = [None if gradient is None else gradient.mul_(by_total) for gradient in found]
         return (*found, None, None, None, None)
