@@ -108,7 +108,8 @@ def test_loggers_and_callbacks_are_chosen_several_at_once():
 def test_every_source_can_be_built(name):
     fill = ["data.train.text.name=a.txt", "data.validation.text.name=b.txt"] if name == "text_files" else []
     no_facts = ["data.facts=null"] if name == "recall" else []  # which are written into cached text
-    fill += ["data.tokenizer.path=somewhere"] if name in ("text_files", "hub_blend", "mixed") else []  # else the model's own
+    if name in ("text_files", "hub_blend", "mixed"):  # else the model's own
+        fill += ["data.tokenizer.path=somewhere"]
     config = composed(f"data={name}", *fill, "data.streaming=true", "data.stream_shards=8", *no_facts)
     assert config.data.stream_shards == 8
     for source in (*config.data.train.values(), *config.data.validation.values()):
