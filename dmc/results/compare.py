@@ -134,10 +134,14 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
             except Exception as error:  # of this cell's model, policy or task; others may succeed
                 row |= failure(error)
                 bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            took = {"seconds": time.perf_counter() - began[0], "cpu_seconds": time.process_time() - began[1]}
-            store.append(row | took | {"time": datetime.now(timezone.utc).isoformat()})
+            store.append(row | time_since(*began) | {"time": datetime.now(timezone.utc).isoformat()})
             bar.update()
             release_memory()  # free the cell's cache before the next
+
+
+def time_since(seconds: float, cpu_seconds: float) -> dict[str, float]:
+    """Return the seconds since the clock stood there, and those that all threads of the process have computed since."""
+    return {"seconds": time.perf_counter() - seconds, "cpu_seconds": time.process_time() - cpu_seconds}
 
 
 def divide(cells: Sequence[Cell], store: Store) -> Generator[Cell, None, None]:

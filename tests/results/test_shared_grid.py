@@ -66,6 +66,7 @@ def grid(make_config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "users_slow", raising=False)
     monkeypatch.setattr(compare, "release_memory", lambda: None)  # half a second in a fork of the tests' process
+    monkeypatch.setattr(compare, "time_since", lambda *_: {})  # rows of one length
     log = str(tmp_path / "log")
     tasks = [{"name": f"t{i}", "_target_": "users_slow.Slow", "log": log, "number": i} for i in range(8)]
     return plan_grid(make_config(tasks=tasks), CONFIGS)
