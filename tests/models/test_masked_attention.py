@@ -206,6 +206,16 @@ def test_a_window_costs_its_own_tokens_and_no_others(window):
     assert products * seen <= counted.get_total_flops() <= products * (seen + 64 * 2048)  # in blocks of 64 rows
 
 
+def test_a_cpus_plan_keeps_all_keys():
+    with FakeTensorMode():
+        states = [torch.empty(1, heads, 512, 16).requires_grad_() for heads in (4, 2, 2)]
+        log_keep = torch.empty(1, 2, 512).requires_grad_()
+        query, key, value = states
+        options = {"delay": 4, "keep_top": False, "skip_below": -14.0}
+        delayed_masked_attention(query, None, None, key, value, log_keep, SCALING, **options).sum().backward()
+        assert log_keep.grad.shape == log_keep.shape
+
+
 @pytest.mark.parametrize("window", [128, 10_000])
 def test_a_gpu_counts_the_tokens_of_a_window(window):
     with FakeTensorMode(), as_on("cuda"), FlopCounterMode(display=False) as counted, _Traffic() as traffic:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 
 MASKED = -1e30
@@ -169,6 +170,8 @@ class _Operands:
             states.narrow = {name: getattr(states, name).to(self.narrow_dtype) for name in ("key", "value")}
 
     def _gathered(self, keep: Tensor) -> _Kept | None:
+        if is_fake(keep):  # a plan's, which keep nothing that could be counted
+            return None
         if self.padding is not None:
             keep = keep & (self.padding == 0)
         most = int(keep.sum(1).max())
