@@ -29,6 +29,8 @@ def test_every_program_is_tried():
         "parity",
         "compiled_kernels",
         "vllm_check",
+        "training_bytes",
+        "ship_gates",
     }
 
 

@@ -34,7 +34,8 @@ def test_every_fit_of_a_scorer_composes_and_opens_with_its_command(name):
 
 @pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])
 def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
-    overrides = [] if name.startswith(("quickstart", "smollm2/")) else ["models={base: DIR, cr4: DIR}"]
+    names_models = "\nmodels:" in (CONFIGS / "experiment" / f"{name}.yaml").read_text()
+    overrides = [] if names_models else ["models={base: DIR, cr4: DIR}"]
     settings = settings_of("compare", f"experiment={name}", *overrides)
     config = build_config(CompareConfig, OmegaConf.to_container(settings, resolve=True))
     assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
