@@ -25,6 +25,8 @@ from dmc.training.config.run_config import run_config
 from dmc.training.planning import fake_step as steps
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
+ROW_LOSSES = "row_losses"
+"""The kernel of the losses over a vocabulary, which is no product."""
 GB = 1e9
 
 
@@ -42,10 +44,15 @@ class Glue(TorchDispatchMode):
         if function.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_")):
             return out
         self.launches[self.phase] += 1
-        if function.namespace != "dmc" and not name.startswith(PRODUCTS):
-            moved = [leaf for leaf in tree_leaves((arguments, keywords, out)) if isinstance(leaf, Tensor)]
-            self.gigabytes[self.phase] += sum(tensor.numel() * tensor.element_size() for tensor in moved) / GB
+        if name == ROW_LOSSES:  # which reads the logits twice
+            self._move(arguments[:2])
+        if (function.namespace != "dmc" or name == ROW_LOSSES) and not name.startswith(PRODUCTS):
+            self._move((arguments, keywords, out))
         return out
+
+    def _move(self, values: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        self.gigabytes[self.phase] += sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GB
 
 
 def count(config: Any, num_layers: int) -> Glue:
