@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dmc.compression import GateMode, GateTrace, compression_loss
 from dmc.models import next_tokens, retrofit, with_token_losses
+from dmc.models.token_losses import LossWeights, sequence_weights
 from dmc.training.strategies import build_strategy
 from dmc.training.teacher import Teacher
 
@@ -85,14 +86,19 @@ def write_held_and_peak(rank, config, shape, out):
 
 def _loss(model, input_ids, teacher=None):
     targets = next_tokens(input_ids)
+    shares = sequence_weights(targets) / len(targets)
+    given = {
+        "use_cache": False,
+        "targets": targets,
+        "loss_weights": LossWeights(shares, None if teacher is None else shares),
+    }
     if not hasattr(model, "compression"):
-        return with_token_losses(model)(input_ids, use_cache=False, targets=targets).cross_entropy.mean()
+        return with_token_losses(model)(input_ids, **given).total
     trace = GateTrace()
     mode = GateMode(noise_seeds=list(range(len(input_ids))))
     taught = None if teacher is None else teacher.read(input_ids)
-    losses = model(input_ids, use_cache=False, gate_mode=mode, gate_trace=trace, targets=targets, teacher_output=taught)
-    loss = losses.cross_entropy.mean() + compression_loss(trace.stacked_alpha(), 2.0)
-    return loss if taught is None else loss + losses.divergence.mean()
+    losses = model(input_ids, gate_mode=mode, gate_trace=trace, teacher_output=taught, **given)
+    return losses.total + compression_loss(trace.stacked_alpha(), 2.0)
 
 
 @contextmanager

@@ -78,8 +78,8 @@ FAULTS = (
     ),
     Fault(
         "compression", "same_noise", "dmc/compression/relaxation.py",
-        "manual_seed((seed * 1_000_003 + layer_index) % (2**63))",
-        "manual_seed((seed * 1_000_003) % (2**63))",
+        "return (seed * 1_000_003 + layer) % 2**63",
+        "return (seed * 1_000_003) % 2**63",
         "All layers of a retrofit draw the same noise, so that their decisions are correlated.",
     ),
     Fault(
@@ -90,15 +90,15 @@ FAULTS = (
     ),
     Fault(
         "models", "token_seen_twice", "dmc/models/masked_attention/blocked.py",
-        "(recent > rows) | (recent <= rows - lag)",
-        "(recent > rows) | (recent < rows - lag)",
+        "(recent > rows) | (recent <= rows - operands.lag)",
+        "(recent > rows) | (recent < rows - operands.lag)",
         "With a delay, most queries see the token that enters the stream twice, raw and compressed.",
     ),
     Fault(
-        "models", "reverse_chunks", "dmc/models/token_losses.py",
-        "before = softened if is_reverse else teacher",
-        "before = teacher",
-        "Reverse distillation is wrong for vocabularies of more than one chunk, which all real ones have.",
+        "models", "reverse_gradient", "dmc/models/token_losses.py",
+        "apart.sub_(mean[:, None]).mul_(share)",
+        "apart.mul_(share)",
+        "Reverse distillation follows a gradient that does not sum to zero over the words.",
     ),
     Fault(
         "models", "bias_of_every_rank", "dmc/models/tensor_parallel.py",

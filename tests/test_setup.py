@@ -36,7 +36,7 @@ def set_up(project, torch=None, gpu=False, extras="train"):
     """Set up; return the message, and whether anything was installed."""
     tools = project / "tools"
     tools.mkdir(exist_ok=True)
-    for name in ("bash", "cat", "cksum", "sed", "rm", "dirname"):  # and no nvidia-smi
+    for name in ("bash", "cat", "cksum", "sed", "rm", "dirname", "tee", "tail", "awk"):  # and no nvidia-smi
         if not (tools / name).exists():
             (tools / name).symlink_to(shutil.which(name))
     if gpu:

@@ -1087,27 +1087,39 @@ void add_to(T* sums, const void* other, int64_t count) {
         store(sums + i, load(sums + i) + load(static_cast<const T*>(other) + i));
 }
 
+// One output of a gate adapter, summed and returned in float32 whatever T: its scale would magnify what 16 bits round off.
+template <class T>
+float adapter_output(const DecodeLayer& a, const T* states, int64_t output) {
+    const T* weight = static_cast<const T*>(a.adapter) + output * a.hidden;
+    Vec products = {};
+    for (int64_t i = 0; i < a.hidden; i += LANES) products += load(states + i) * load(weight + i);
+    return sum_of(products) + (a.adapter_bias ? load_one(static_cast<const T*>(a.adapter_bias) + output) : 0.0f);
+}
+
 template <class T>
 void decode_layer(const DecodeLayer& a) {
     Append append = a.append;
     const int64_t rows = append.sequences, heads = append.heads, dim = append.dim, of_keys = heads * dim;
     const int64_t of_queries = a.group * of_keys, threads = append.threads;
     std::vector<T> normed(rows * a.hidden), query(rows * of_queries), key(rows * of_keys), value(rows * of_keys);
-    std::vector<T> logits(a.adapter ? rows * 2 * heads : 0), attended(rows * of_queries), between(rows * a.hidden);
+    std::vector<T> attended(rows * of_queries), between(rows * a.hidden);
     rms_norm<T>({rows, a.hidden, a.norm_eps, a.x, a.norm, normed.data()});
-    Linear projections = {rows, a.hidden, threads, a.adapter ? 4 : 3, normed.data(), {}};
+    Linear projections = {rows, a.hidden, threads, 3, normed.data(), {}};
     projections.products[0] = {a.query, a.query_bias, of_queries, query.data()};
     projections.products[1] = {a.key, a.key_bias, of_keys, key.data()};
     projections.products[2] = {a.value, a.value_bias, of_keys, value.data()};
-    projections.products[3] = {a.adapter, a.adapter_bias, 2 * heads, logits.data()};
     linear<T>(projections);
     const std::unique_ptr<bool[]> decisions(new bool[rows * heads]);
     std::vector<float> omega(rows * heads, 1.0f);
     if (a.adapter)
         for (int64_t i = 0; i < rows * heads; i++) {
-            decisions[i] = float(a.decision_scale) * load_one(&logits[2 * i]) - float(a.decision_offset) > 0;
-            const float importance = load_one(&logits[2 * i + 1]) + float(a.omega_offset);
-            if (a.weighs) omega[i] = 1 / (1 + std::exp(-importance)) + float(a.omega_eps);
+            const T* states = normed.data() + i / heads * a.hidden;
+            const int64_t output = 2 * (i % heads);
+            decisions[i] = float(a.decision_scale) * adapter_output(a, states, output) - float(a.decision_offset) > 0;
+            if (a.weighs) {
+                const float importance = adapter_output(a, states, output + 1) + float(a.omega_offset);
+                omega[i] = 1 / (1 + std::exp(-importance)) + float(a.omega_eps);
+            }
         }
     const auto turn = [&](std::vector<T>& states, int64_t count) {
         const std::vector<T> plain = states;

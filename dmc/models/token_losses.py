@@ -242,7 +242,7 @@ def losses_of_rows(
     """
     place = targets.clamp(min=0)[:, None]
     found = logits.gather(1, place).squeeze(1)
-    log_sum = logits.logsumexp(1)
+    log_sum = _log_sums(logits)
     divergence, gradient, difference = None, None, None
     if theirs is not None and teacher_output is not None:
         of_divergence = None if by is None else by[1]
@@ -255,15 +255,21 @@ def losses_of_rows(
     return log_sum - found, divergence, gradient
 
 
+def _log_sums(logits: Tensor) -> Tensor:
+    """Return log(sum(exp)) of each row: what `logsumexp` holds meanwhile no plan would see."""
+    most = logits.amax(1)
+    return (logits - most[:, None]).exp_().sum(1).log_() + most
+
+
 def _divergence(
     logits: Tensor, log_sum: Tensor, theirs: Tensor, teacher_output: TeacherOutput, by: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the divergence, [n], and its gradient by the logits, [n, vocab], times `by`."""
     temperature, is_reverse = teacher_output.temperature, teacher_output.direction == "reverse"
     softened = logits if temperature == 1 else logits / temperature
-    student = softened - (log_sum if temperature == 1 else softened.logsumexp(1))[:, None]
+    student = softened - (log_sum if temperature == 1 else _log_sums(softened))[:, None]
     teacher = theirs.div_(temperature) if temperature != 1 else theirs
-    teacher.sub_(teacher.logsumexp(1, keepdim=True))
+    teacher.sub_(_log_sums(teacher)[:, None])
     share = (student if is_reverse else teacher).exp()
     apart = teacher - student
     mean = torch.linalg.vecdot(share, apart)

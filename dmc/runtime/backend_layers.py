@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama as llama
 from dmc.runtime.layer_code import ROTARY, has_code, is_linear, is_llama_mlp, rotates_as_llama, weights_of
 from dmc.runtime.whole_layers import LayerRun, is_whole
 
-TOGETHER = (("q_proj", "k_proj", "v_proj", "gate_adapter"), ("gate_proj", "up_proj"))
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of a module that are given the same input, in the order of their calls."""
 
 
@@ -37,8 +37,8 @@ def use_backend_layers(view: nn.Module, backend: ModuleType) -> None:
         layer.__dict__["forward"] = LayerRun(backend, layer)
     for module in view.modules():
         for names in TOGETHER:
-            linears = [module._modules[name] for name in names if name in module._modules]
-            if len(linears) > 1 and all(map(is_linear, linears)):
+            linears = [module._modules[name] for name in names if is_linear(module._modules.get(name))]
+            if len(linears) > 1:
                 _call_together(linears, backend)
         if has_code(module, llama.LlamaRMSNorm.forward):
             module.__dict__["forward"] = functools.partial(_normalize, backend, module)

@@ -22,7 +22,10 @@ STARTS_NAME = "starts.jsonl"
 """File with one line for each start: its first step, time, commit, versions, Slurm job."""
 PACKAGES_NAME = "packages.txt"
 """File with every package installed at the last start."""
-OWN_SOURCES = ("ChainSource", "MegatronSource", "PackageSource", "StandardLibrarySource", "TextSource")
+OWN_SOURCES = (
+    *("ChainSource", "ListSource", "MegatronSource", "PackageSource", "ProseSource"),
+    *("StandardLibrarySource", "TextSource"),
+)
 """Classes of `dmc.data` that an untrusted record may name."""
 SAVED = ("checkpoints", "milestones", "final", "snapshots")
 """Folders of a run's saved models and checkpoints."""

@@ -189,11 +189,11 @@ def test_a_teacher_that_guesses_is_told_in_one_line(values, caplog):
     ("loss", "step", "is_told"), [(5.18, 0, False), (5.20, 0, True), (math.nan, 0, True), (9, 3, 0)]
 )
 def test_a_teacher_is_told_from_nine_tenths_of_a_guess_on(loss, step, is_told, caplog, monkeypatch):
-    monkeypatch.setattr("dmc.training.callbacks.teacher_check.score_text", lambda *_: SimpleNamespace(loss=loss))
+    monkeypatch.setattr("dmc.training.callbacks.teacher_check.score_text", lambda *_, **__: SimpleNamespace(loss=loss))
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=320))
     precision = SimpleNamespace(forward_context=nullcontext)
     trainer = SimpleNamespace(global_step=step, is_global_zero=True, precision_plugin=precision)
-    module = SimpleNamespace(teacher=SimpleNamespace(model=model, path="teacher"))
+    module = SimpleNamespace(teacher=SimpleNamespace(model=model, path="teacher", gate_mode=None))
     TeacherCheck(lambda: [{}]).on_train_start(trainer, module)
     assert ("look at whether" in caplog.text) == bool(is_told)
 

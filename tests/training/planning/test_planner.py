@@ -57,6 +57,10 @@ HYBRID = {
 }  # fmt: skip
 
 
+PASSING = ("activations", "sums and temporaries")
+"""What the passes of a micro-batch hold."""
+
+
 @pytest.mark.parametrize(
     ("shape", "compression", "precision", "length", "checkpointing"),
     [
@@ -230,10 +234,13 @@ def test_tensor_parallelism_divides_layers_and_repeats_the_rest():
 )
 def test_ranks_that_share_sequences_have_fewer_activations(size):
     options = {"trainer__devices": 4, "trainer__strategy": "fsdp2", "training__batch_size": 8}
-    options |= {"training__activation_checkpointing": True}
-    full, halves = (plan(gpus(**options, **{f"trainer__{size}": count})).memory for count in (1, 2))
-    # The residuals are halved; tables of RoPE, which count in a tiny model, are not.
-    assert halves.components["activations"] < 0.8 * full.components["activations"]
+    options |= {"training__activation_checkpointing": True, "training__sequence_length": 512}
+    full, halves = (
+        sum(plan(gpus(**options, **{f"trainer__{size}": count})).memory.components.get(name, 0) for name in PASSING)
+        for count in (1, 2)
+    )
+    # Residuals are halved. Tables of RoPE and what the loss holds, which count in a tiny model, are not.
+    assert halves < 0.85 * full
 
 
 def test_offloaded_states_move_to_the_host():

@@ -23,6 +23,8 @@ def shipped(name):
     config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
     if config.model is None or config.model == config.base.path:
         return config
+    if config.base.path is not None and "vocab_size" in config.base.shape:  # a base brought to a folder of ours
+        return dataclasses.replace(config, base=BaseConfig(config.model, config.base.shape))
     if name.startswith("reasoning/"):
         return dataclasses.replace(
             config, base=BaseConfig(config.model, composed("experiment=reasoning/base_lesson").base.shape)
