@@ -46,6 +46,9 @@ def main() -> None:
 
 
 def run(is_tiny: bool, pretraining: list[str], retrofit: list[str], comparison: list[str]) -> None:
+    experiment = "quickstart_tiny_retrofit" if is_tiny else "quickstart"
+    compose("train", overrides=[f"experiment={experiment}", *retrofit])  # wrong settings end before seconds of imports
+    compose("compare", overrides=["experiment=quickstart_compare", *comparison])
     from dmc.config.command_line import plain_values, prepare_process
     from dmc.config.processor import multiplies_bfloat16
     from dmc.training.config import RunConfig, run_config

@@ -179,7 +179,7 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
     shown = run(sys.executable, "-c", COMMANDS)
     assert re.search(r"pretrain +2,400 steps", shown) and "h2o" in shown
-    assert "pretrain, regress, retrofit" in shown and "callbacks: device_stats" in shown
+    assert "pretrain, regress, regress_distill, retrofit" in shown and "callbacks: device_stats" in shown
     answered = dict(re.findall(r"^(.+?):.*, (\d) of 6 answered", shown, flags=re.M))
     assert min(answered["full cache"], answered["learned"]) >= "5" and max(answered["H2O"], answered["SnapKV"]) <= "3"
     assert not [*home.iterdir()]

@@ -91,6 +91,11 @@ def _call_together(linears: Sequence[Any], backend: Any) -> None:
         linear.__dict__["forward"] = functools.partial(group.run, index)
 
 
+def _version_of(states: Tensor) -> int:
+    """Count the changes of a tensor in place; 0 in inference mode, which does not count them."""
+    return 0 if states.is_inference() else states._version
+
+
 class _Together:
     """Linear layers that are called one after the other on the same states.
 
@@ -113,10 +118,10 @@ class _Together:
             first, *self._found = self._backend.linear_together(
                 states, [weights_of(linear) for linear in self._linears]
             )
-            self._states, self._version = states, states._version
+            self._states, self._version = states, _version_of(states)
             return first
         found = None
-        if states is self._states and states._version == self._version:
+        if states is self._states and _version_of(states) == self._version:
             found, self._found[index - 1] = self._found[index - 1], None
         if index == len(self._linears) - 1:
             self._states, self._found = None, []

@@ -40,7 +40,9 @@ def is_linear(module: Any) -> bool:
 
 def is_llama_mlp(module: nn.Module) -> bool:
     """Whether a module is a gated MLP with SiLU."""
-    return has_code(module, llama.LlamaMLP.forward) and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+    if not has_code(module, llama.LlamaMLP.forward) or not isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+        return False
+    return all(map(is_linear, (module.gate_proj, module.up_proj, module.down_proj)))  # not those whose ranks add up
 
 
 def rotates_as_llama(attention: nn.Module) -> bool:

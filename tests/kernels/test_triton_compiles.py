@@ -18,7 +18,7 @@ from compiled_kernels import SHARED_MEMORY, compile_kernels, main
 from dmc.kernels.triton import decode
 from dmc.kernels.triton.decode import Tuning
 
-SPILLED = 8
+SPILLED = 16
 """Bytes of a thread's stack that a kernel may take, to which registers spill."""
 MEASURED = {90: ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")}
 """Kernels whose tiles are those that such a chip was fastest with, which says more than what they spill."""

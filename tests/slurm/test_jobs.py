@@ -313,5 +313,5 @@ def test_the_smoke_job_is_stopped_and_resumed_and_ends_with_what_it_measured(smo
 
 
 def test_a_smoke_job_that_does_not_fit_ends_with_the_reason(smoke):
-    state, output, _ = smoke("planner.device_memory_gib=0.001")
+    state, output, _ = smoke("planner.device_memory_gib=0.0001")
     assert state == "FAILED" and output[-1].startswith("smoke: failed: plan: error: a rank needs "), "\n".join(output)
