@@ -20,6 +20,7 @@ from dmc.ranks import ALONE, Ranks
 from dmc.training.attention_targets import second_pass_scores
 from dmc.training.callbacks.validation import draw_heatmap
 from dmc.training.config import RegressionInitConfig, SensitivityInitConfig
+from dmc.training.logit_histogram import LogitHistogram
 from dmc.training.measure import evaluating, score_text
 
 SENSITIVITY_NAME = "head_sensitivity.json"
@@ -128,11 +129,22 @@ def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: Reg
     with trainer.precision_plugin.forward_context():
         fitted = fit_scores(model, batches, settings.ridge, layers, None if ranks.rank else "second pass")
     found = {index: fit for part in ranks.all_gather_object(fitted) for index, fit in part.items()}
-    for adapter, rows in zip(model.adapters(), decision_rows([found[index] for index in sorted(found)]), strict=True):
-        rows[:, -1] += model.compression.decision_offset
-        rows /= model.compression.decision_scale
-        module.strategy.set_rows(adapter.weight, adapter.decision_rows, rows[:, :-1])
-        module.strategy.set_rows(adapter.bias, adapter.decision_rows, rows[:, -1])
+    fits = decision_rows([found[index] for index in sorted(found)])
+    offset, scale = model.compression.decision_offset, model.compression.decision_scale
+    for adapter, rows in zip(model.adapters(), fits, strict=True):
+        module.strategy.set_rows(adapter.weight, adapter.decision_rows, settings.logit_scale * rows[:, :-1] / scale)
+
+    def set_biases(offset: float) -> None:
+        for adapter, rows in zip(model.adapters(), fits, strict=True):
+            biases = (settings.logit_scale * rows[:, -1] + offset) / scale
+            module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
+
+    set_biases(offset)
+    if module.plan.total_steps:  # what trains begins near the ratio of its first step; a calibration follows it all
+        histogram = LogitHistogram(offset)
+        with trainer.precision_plugin.forward_context():
+            score_text(model, batches, "decisions", ranks, histogram=histogram)
+        set_biases(2 * offset - histogram.offset_for(1 / module.plan.at(0).target_ratio))
 
 
 @dataclass

@@ -155,6 +155,9 @@ class RegressionInitConfig:
     """Number of calibration sequences, whose first halves are read twice; at most training.calibration_sequences."""
     ridge: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1e-3
     """Penalty on squared weights."""
+    logit_scale: Annotated[StrictFloat, Field(gt=0, le=1e3)] = 1.0
+    """Standard deviation of the logits. The noise of sampled decisions has 1.8: steps that follow see little of a fit
+    whose logits lie within it. Thresholded decisions do not depend on it."""
 
 
 @checked_dataclass(frozen=True)

@@ -23,7 +23,9 @@ from dmc.training.callbacks.adapter_init import (
     measure_head_sensitivity,
 )
 from dmc.training.config import RegressionInitConfig, RunConfig, SensitivityInitConfig
+from dmc.training.measure import score_text
 from dmc.training.run import train
+from dmc.training.text_data import TextData, build_tokenizer
 
 DELAY, LENGTH = 3, 12
 FITTED = {"action": "drop", "gate_input": "hidden", "delay": 2}
@@ -190,6 +192,21 @@ def test_a_run_without_stages_exports_fitted_gates_at_the_target_and_no_other_ch
     assert (tmp_path / "two" / "final" / "dmc_gates.safetensors").is_file()
     again = load_model(tmp_path / "two" / "final").state_dict()
     assert all(torch.allclose(again[name], weight, atol=1e-5) for name, weight in after.items())
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_steps_behind_a_fit_begin_near_their_target(run_values, tmp_path, scale):
+    run_values["compression"] = FITTED | {"target_ratio": 3.0, "decision_scale": 2.0}
+    fit = {"sequences": 8, "logit_scale": scale}
+    solidify = {"length": "1 steps", "learning_rate": 1e-12, "final_fraction": 1.0}
+    run_values["training"] |= {"stages": {"solidify": solidify}, "regression_init": fit, "calibrate": False}
+    run_values["training"] |= {"calibration_sequences": 8}
+    run = train(build_config(RunConfig, run_values))
+    model = load_model(run.final)
+    assert model.compression.decision_offset == run_values["compression"].get("decision_offset", 5.0)
+    config = build_config(RunConfig, run_values)
+    score = score_text(model, TextData(config, build_tokenizer(config), total_steps=1).held_out("calibration"))
+    assert score.achieved_ratio == pytest.approx(3.0, rel=0.1)
 
 
 MEASURED, FIT = {"sensitivity_init": {}}, {"regression_init": {}}
