@@ -1,4 +1,4 @@
-"""The training step, from top to bottom as it runs: `OptimizerStep.run` is one step, in eight numbered moves.
+"""The training step, from top to bottom as it runs: `OptimizerStep.run` is one step, in seven numbered moves.
 
 Above it: a step's micro-batches (`StepLoader`). Within it: schedules and the learning rate, loss and backward pass of
 each micro-batch with the gradient's scale, the check that all is finite, clipping, the optimizer, the log. Below it:
@@ -169,8 +169,8 @@ class OptimizerStep(Callback):
             metrics.append(measured)
         self.mask_gradients(module)
 
-        # 3. to 6. Check that all is finite, control the ratio, clip or skip, step. DeepSpeed checks, clips and skips
-        # inside its own step; then the rest follows from what it did.
+        # 3. Finite check, and control of the ratio (`average_and_decide`). 4. Clip, or skip what is not finite
+        # (`clip_or_skip`). 5. Optimizer. DeepSpeed checks, clips and skips inside its own step, which comes first.
         positions = [micro_batch["position"] for micro_batch in micro_batches]
         if strategy.clips_in_optimizer:
             optimizer.step()
@@ -181,13 +181,13 @@ class OptimizerStep(Callback):
             optimizer.step()
         optimizer.zero_grad()
 
-        # 7. Log the step before, which the host reads now that this one is queued.
+        # 6. Log the step before, which the host reads now that this one is queued.
         self.read(trainer)
         self._pending = figures
         if strategy.clips_in_optimizer:
             self.read(trainer)  # DeepSpeed has waited for the device already
 
-        # 8. Stop if too many in a row were skipped: until the host knows, the device skips all that follow.
+        # 7. Stop if too many in a row were skipped: until the host knows, the device skips all that follow.
         if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             trainer.should_stop = True  # upon which `SaveLast` saves
 

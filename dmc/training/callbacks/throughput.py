@@ -1,4 +1,9 @@
-"""Throughput and memory of a run."""
+"""Throughput and memory of a run.
+
+Lightning's `ThroughputMonitor` does not serve here: it times everything since the start (see
+`test_speed_counts_steps_and_waits_for_data_and_nothing_else`), and waits for the device after each step, which is to
+have the next one queued by then.
+"""
 
 from __future__ import annotations
 
