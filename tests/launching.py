@@ -138,16 +138,16 @@ def spoil_loss(rank, step, on_rank, gradient=False):
     """Make the loss not a number at one step on one rank; the gradient stays good, or is none either."""
     from dmc.training.module import RetrofitModule
 
-    plain = RetrofitModule.loss_at
+    plain = RetrofitModule.training_step
 
-    def loss_at(self, at, batch):
-        loss = plain(self, at, batch)
-        if at == step and rank == on_rank:
-            self.micro_batch_metrics[-1]["train/loss"] *= float("nan")
+    def training_step(self, schedule, batch):
+        loss, metrics = plain(self, schedule, batch)
+        if schedule.step == step and rank == on_rank:
+            metrics["train/loss"] *= float("nan")
             loss = loss * float("nan") if gradient else loss + float("nan")
-        return loss
+        return loss, metrics
 
-    RetrofitModule.loss_at = loss_at
+    RetrofitModule.training_step = training_step
 
 
 def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
@@ -163,15 +163,15 @@ def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
     from dmc.training.callbacks.preemption import Preemption
     from dmc.training.module import RetrofitModule
 
-    plain_loss, plain_stop = RetrofitModule.loss_at, Preemption.stop_if_signaled
+    plain_loss, plain_stop = RetrofitModule.training_step, Preemption.stop_if_signaled
     noted = []
 
-    def loss_at(self, step, batch):
+    def training_step(self, schedule, batch):
         noted.append(batch["position"])
-        return plain_loss(self, step, batch)
+        return plain_loss(self, schedule, batch)
 
     def stop_if_signaled(self, trainer, pl_module):
-        if pl_module.optimization.is_last_micro_batch:
+        if self.optimizer_step.is_last_micro_batch:
             with Path(f"{log}{rank}").open("a") as file:
                 done = [position for batch in noted for position in batch]
                 file.write(json.dumps([trainer.global_step - 1, done]) + "\n")
@@ -180,7 +180,7 @@ def note_positions(rank, log, stop=None, on_rank=0, replace=setattr):
             os.kill(os.getpid(), signal.SIGTERM)
         plain_stop(self, trainer, pl_module)
 
-    replace(RetrofitModule, "loss_at", loss_at)
+    replace(RetrofitModule, "training_step", training_step)
     replace(Preemption, "stop_if_signaled", stop_if_signaled)
 
 
@@ -226,13 +226,13 @@ def _before_each_loss(act):
     """Call a function with the module and the step before every forward pass."""
     from dmc.training.module import RetrofitModule
 
-    plain = RetrofitModule.loss_at
+    plain = RetrofitModule.training_step
 
-    def loss_at(self, at, batch):
-        act(self, at)
-        return plain(self, at, batch)
+    def training_step(self, schedule, batch):
+        act(self, schedule.step)
+        return plain(self, schedule, batch)
 
-    RetrofitModule.loss_at = loss_at
+    RetrofitModule.training_step = training_step
 
 
 def expect_exact_angles(rank):

@@ -22,6 +22,7 @@ from dmc.training import export
 from dmc.training.checkpoints import MODEL_CONFIG, WEIGHTS, read_tensors
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run import fresh_model
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
@@ -102,9 +103,8 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
             strategy.make_mesh("cpu")
         base = fresh_model(config, 300, seed=0) if config.model is None else load_model(config.model)
         model = _with_strong_gates(base, config)
-        module = RetrofitModule(
-            model.train(), config, Plan(config.training, config.target_ratio, config.compression), strategy
-        )
+        module = RetrofitModule(model.train(), config, strategy)
+        plan = Plan(config.training, config.target_ratio, config.compression)
         strategy.connect(module)
         if config.distillation is not None:
             module.teacher = Teacher(fresh_model(config, 300, seed=1), "", config.distillation.temperature)
@@ -114,7 +114,8 @@ def write_gradients(rank: int, runs: dict[str, tuple[RunConfig, int]], texts: Te
         starts = torch.rand(texts.shape, generator=torch.Generator().manual_seed(1)) < 0.1
         starts[:, 0] = True
         documents = Documents.from_starts(starts[rows]) if config.training.document_masking else None
-        loss = module.loss_at(step, {"input_ids": texts[rows], "position": rows.tolist(), "documents": documents})
+        schedule = OptimizerStep(plan, config.training).schedule_at(step)
+        loss, _ = module(schedule, {"input_ids": texts[rows], "position": rows.tolist(), "documents": documents})
         loss.backward()
         ranks, found = Ranks.world(), {"loss": Ranks.world().all_reduce(loss.detach(), "avg")}
         for key, parameter in model.named_parameters():

@@ -103,7 +103,7 @@ def plan_audit(config: AuditConfig, configs: Path) -> Plan:
     cells = plan_grid(replace(config, policies=policies, tasks=tasks), configs)
     names = {cell.model.name: cell.model.variant for cell in cells}
     reference = names.get(str(cells[0].config.reference), cells[0].config.reference)
-    metrics = {cell.task.name: getattr(cell.task.task, "main_metric", None) for cell in cells}
+    metrics = {cell.task.name: cell.task.task.main_metric or None for cell in cells}
     for claim in claims:
         claim.check(map(_method_of, cells), metrics, reference)
     return Plan(cells, reference, left_out)

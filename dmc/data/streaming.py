@@ -3,6 +3,9 @@
 A shard is a fixed part of the documents: a shard of each source's `IterableDataset`, whose place is the stream's
 `state_dict()` and the tokens that are read but not drawn yet. There are as many shards as the configuration says, and a
 rank draws from some of them, so what is drawn does not depend on the number of ranks.
+
+torchdata's `StatefulDataLoader` keeps the place of each worker of one rank, and refuses to go on with another number of
+workers; `test_run_goes_on_at_any_number_of_ranks_and_workers` asks for both. So each sample carries its shard's place.
 """
 
 from __future__ import annotations

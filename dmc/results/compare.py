@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -29,15 +29,13 @@ from tqdm import tqdm
 from dmc.budget import Budget, achieved_ratio
 from dmc.results.equal_bytes import at_bytes, share_of
 from dmc.results.grid import Cell, CompareConfig, plan_grid
-from dmc.results.lm_eval_tasks import LMEvalTask
-from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row, digest
+from dmc.results.measurement import DONE, FAILED, NOT_FINITE, Row
 from dmc.results.models import ComparedModel, PlannedModel
 from dmc.results.provenance import provenance
 from dmc.results.store import FINISHED, Store, check_settings, refuse_other_settings
 from dmc.results.tables import CSV, MEASUREMENTS, TABLE, write_tables
-from dmc.results.tasks import Sample, SampleResult, Task, by_coordinates
-from dmc.results.tasks.base import spread
-from dmc.results.tasks.forking import by_prompt
+from dmc.results.tasks import Conditions, Sample, Task
+from dmc.results.tasks.base import by_prompt, spread
 from dmc.runtime import Engine, GenerationStats
 
 logger = logging.getLogger(__name__)
@@ -274,20 +272,18 @@ def measure(
         ArithmeticError: one of these rows has no figures.
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
-    config, task, size = cell.config, cell.task.task, cell.config.engine.max_batch_size
+    config, task = cell.config, cell.task.task
+    saved = Path(config.output) / "samples" / cell.file_name
+    conditions = Conditions(cell.model.settings.path, config.engine.max_batch_size, config.seed, saved)
 
     def measure_at(ratio: float | None, is_sketch: bool = False) -> Row:
         torch.manual_seed(config.seed)
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
-        if isinstance(task, LMEvalTask):
-            folder = Path(config.output) / "samples" / cell.file_name
-            row, stats = task.run(engine, cell.model.settings.path, size, config.seed, folder)
-        else:
-            samples = subject.samples_of(cell.task.name, task)
-            if cell.answers_of is not None:
-                samples = _with_answers(samples, answers)
-            row, stats = run_samples(task, engine, _sketch(samples) if is_sketch else samples, size)
+        samples = subject.samples_of(cell.task.name, task)
+        if cell.answers_of is not None:
+            samples = _with_answers(samples, answers)
+        row, stats = task.measure(engine, _sketch(samples) if is_sketch else samples, conditions)
         unread = {"entries_unread": int(engine.cache.num_unread)}
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
@@ -298,8 +294,7 @@ def measure(
     share = share_of(cell.method.bytes_of or "") or 1.0
     wanted = share * given["mean_bytes_allocated_per_token"]
     first, reached = given["mean_achieved_ratio"] / share, None
-    is_long = not isinstance(task, LMEvalTask) and len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH
-    if is_long:  # a sketch saves measurements of all samples
+    if len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH:  # a sketch saves measurements of all samples
         few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
         first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
     return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
@@ -316,52 +311,10 @@ def _with_answers(samples: Sequence[Sample], row: Row | None) -> list[Sample]:
     return [replace(one, continuation=answer) for one, answer in zip(samples, row["answers"], strict=True)]
 
 
-def batches(samples: Sequence[Sample], size: int) -> Iterator[list[int]]:
-    """Yield the indices of samples that are evaluated together: whole contexts, which are read once.
-
-    A batch has at most `size` samples; a context with more is one by itself.
-    """
-    batch: list[int] = []
-    for indices in by_prompt(samples):
-        if batch and len(batch) + len(indices) > size:
-            yield batch
-            batch = []
-        batch += indices
-    if batch:
-        yield batch
-
-
 def _sketch(samples: Sequence[Sample]) -> list[Sample]:
     """Choose contexts from all over a task, with all questions about them, which cost little."""
     contexts = by_prompt(samples)
     return [samples[index] for place in spread(SKETCH, len(contexts)) for index in contexts[place]]
-
-
-def run_samples(task: Task, engine: Engine, samples: list[Sample], size: int) -> tuple[Row, list[GenerationStats]]:
-    """Evaluate samples, `size` at the same time.
-
-    Returns:
-        The metrics, and the memory of every sequence.
-    """
-    found: dict[int, SampleResult] = {}
-    for batch in tqdm([*batches(samples, size)], "samples", leave=False, unit="batch", disable=None):
-        found |= zip(batch, task.evaluate(engine, [samples[index] for index in batch]), strict=True)
-    results = [found[index] for index in range(len(samples))]
-    answers = [result.answer for result in results]
-    if any(answers):
-        samples = [replace(sample, continuation=answer) for sample, answer in zip(samples, answers, strict=True)]
-    values = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
-    contexts = [[number] if sample.context is None else sample.context for number, sample in enumerate(samples)]
-    return {
-        "metrics": {name: statistics.fmean(numbers) for name, numbers in values.items()},
-        "sample_values": values.pop(task.main_metric, []),
-        "samples_by_metric": values,
-        "contexts": contexts if any(sample.context is not None for sample in samples) else [],
-        "samples": len(results),
-        **({"answers": answers} if any(answers) else {}),
-        "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
-        **by_coordinates(results),
-    }, [stats for result in results for stats in (result.stats, *result.others)]
 
 
 def memory_of(stats: list[GenerationStats], budget: Budget | None = None) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -21,12 +20,13 @@ from dmc.data import DocumentSource
 from dmc.kernels import BACKENDS
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
-from dmc.results.lm_eval_tasks import LMEvalSettings, LMEvalTask, plan_lm_eval
+from dmc.results.lm_eval_tasks import LMEvalSettings, plan_lm_eval
 from dmc.results.measurement import FULL, Row, key_of
 from dmc.results.models import PlannedModel, plan_model
 from dmc.results.policies import budget_name, parse_budget, policy_from_config
-from dmc.results.tasks import Task, split_of_text
+from dmc.results.tasks import Task
 from dmc.results.tasks.asking import Question
+from dmc.results.tasks.base import plain_options
 from dmc.runtime.carried_cache import file_hash
 from dmc.runtime.options import EngineOptions
 
@@ -122,11 +122,14 @@ class PlannedTask:
     """A task of the grid."""
 
     name: str
-    task: Task | LMEvalTask
-    settings: dict[str, Any]
-    """Settings in its rows."""
-    row: Row
-    """Other fields of its rows."""
+    task: Task
+    given: dict[str, Any] = field(default_factory=dict)
+    """Settings from which it was made."""
+
+    @cached_property
+    def row_settings(self) -> dict[str, Any]:
+        """Settings in its rows."""
+        return self.task.row_settings(self.given)
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,12 @@ class Cell:
         policy.pop("budget", None)
         if built is not None and built.files:
             policy["files"] = [file_hash(path)[:16] for path in built.files]
-        settings = {"model": model.row_settings, "policy": policy, **task.settings}
+        settings = {"model": model.row_settings, "policy": policy, **task.row_settings}
         if self.same_bytes_as is not None:
             settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
         # how many samples run at the same time, and in how much memory, changes no result
         engine = {name: value for name, value in asdict(config.engine).items() if name not in BATCHING}
-        return task.row | {
+        return task.task.row(task.name) | {
             "key": self.key,
             "method": f"{model.name}, {'learned' if model.is_learned and budget is None else method.name}",
             "model": model.name,
@@ -259,7 +262,7 @@ def give_answers(cells: Sequence[Cell], reference: str | None) -> list[Cell]:
     full = [cell for cell in cells if cell.method == Method() and not cell.model.is_learned]
     found = []
     for cell in cells:
-        if not getattr(cell.task.task, "needs_answers", False) or cell in full:
+        if not cell.task.task.needs_answers or cell in full:
             found.append(cell)
             continue
         there = [other for other in full if other.task is cell.task]
@@ -336,18 +339,10 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
         for source in vars(task).values():
             if isinstance(source, DocumentSource):
                 source.check()
-        row = {
-            "main_metric": task.main_metric,
-            "higher_is_better": task.higher_is_better,
-            "split": split_of_text(task),
-            "question": getattr(task, "question", None),
-        }
-        options = settings | plain_options(task)
-        options.pop("cache_folder", None)  # changes no result
-        found.append(PlannedTask(name, task, {"task": options}, row))
+        found.append(PlannedTask(name, task, settings))
     if theirs:
         benchmarks = plan_lm_eval(theirs, configs / "evaluation", config.lm_eval, model, known).items()
-        found += [PlannedTask(name, task, task.row_settings, task.row(name)) for name, task in benchmarks]
+        found += [PlannedTask(name, task) for name, task in benchmarks]
     names = [task.name for task in found]
     for twice in {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tasks: {twice!r} is given twice; give one of them another name")
@@ -416,18 +411,3 @@ def plan_methods(policies: dict[str, dict[str, Any]], budgets: list[Any]) -> lis
             if method.bytes_of is None or not holds_all:
                 methods.append(method)
     return methods
-
-
-def plain_options(value: Any) -> dict[str, Any]:
-    """Return all options of a dataclass as JSON content, those by default too; empty for other objects.
-
-    A source of text has a hash of its documents too.
-    """
-    names = [option.name for option in fields(value) if option.init] if is_dataclass(value) else []
-    options: dict[str, Any] = json.loads(json.dumps({name: getattr(value, name) for name in names}, default=_plain))
-    return options
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    content = {"content": value.digest()[:16]} if isinstance(value, DocumentSource) else {}
-    return {"_target_": type(value).__qualname__} | plain_options(value) | content

@@ -20,6 +20,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from dmc.config.settings import Count, build_config, checked_dataclass
 from dmc.data.sources import files_digest
 from dmc.results.measurement import Row, digest
+from dmc.results.tasks import Conditions, Sample, Task
 from dmc.results.tasks.asking import Question
 from dmc.results.tasks.voting import VotingOptions
 from dmc.runtime import Engine, GenerationStats
@@ -159,8 +160,11 @@ class LMEvalSettings(VotingOptions):
 
 
 @dataclass(frozen=True)
-class LMEvalTask:
-    """One of lm-eval's tasks, or of its groups that have a score."""
+class LMEvalTask(Task):
+    """One of lm-eval's tasks, or of its groups that have a score: lm-eval makes its samples, and scores the answers.
+
+    What is fed, and how an answer is written, is `EngineLM`'s.
+    """
 
     name: str
     """Name in lm-eval."""
@@ -175,8 +179,11 @@ class LMEvalTask:
         """Return the seeds of several sampled answers to every question; empty: there is one answer."""
         return self.settings.seeds if self.benchmark.generation.get("do_sample") else []
 
-    @property
-    def row_settings(self) -> dict[str, Any]:
+    def samples(self, tokenizer: Any, vocab_size: int) -> list[Sample]:
+        """Return none: lm-eval makes them when it measures."""
+        return []
+
+    def row_settings(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the settings in its rows, with what else defines the task; saving samples changes no result."""
         defaults = {"chains": 1, "vote": "majority", "temperature": None}.items()  # which older rows do not name
         lm_eval = {name: value for name, value in asdict(self.settings).items() if (name, value) not in defaults}
@@ -198,17 +205,11 @@ class LMEvalTask:
         members = [member + end for member in self.benchmark.tasks]
         return {"benchmark": self.benchmark.name + end, "members": members, "question": self.settings.question}
 
-    def run(
-        self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
+    def measure(
+        self, engine: Engine, samples: Sequence[Sample], conditions: Conditions
     ) -> tuple[Row, list[GenerationStats]]:
-        """Run the task, with several seeds one after the other.
+        """Run the task on an engine with a tokenizer, with several seeds one after the other.
 
-        Args:
-            engine: an engine with a tokenizer.
-            model: folder or hub name, for tasks that make their data with its tokenizer.
-            together: number of sequences that run at the same time.
-            seed: seed of sampled generations, if the task has none.
-            samples_folder: folder of saved samples.
         Returns:
             The metrics, and the memory of every sequence.
         Raises:
@@ -217,28 +218,30 @@ class LMEvalTask:
             ImportError: the task needs a package that is not installed.
         """
         runs = [
-            self._run_once(engine, model, together, each, samples_folder / (f"seed{each}" if self.seeds else ""))
-            for each in self.seeds or [seed]
+            self._run_once(
+                engine, replace(conditions, seed=seed, folder=conditions.folder / (f"seed{seed}" if self.seeds else ""))
+            )
+            for seed in self.seeds or [conditions.seed]
         ]
         return over_seeds([row for row, _ in runs]), [stats for _, of_run in runs for stats in of_run]
 
-    def _run_once(
-        self, engine: Engine, model: str, together: int, seed: int, samples_folder: Path
-    ) -> tuple[Row, list[GenerationStats]]:
-        """See `run`."""
+    def _run_once(self, engine: Engine, conditions: Conditions) -> tuple[Row, list[GenerationStats]]:
+        """See `measure`."""
         from lm_eval import simple_evaluate
 
         from dmc.results.harness import EngineLM
 
         question_at = self.benchmark.question_at if self.settings.question == "hidden" else None
         pattern, temperature = self.benchmark.answer_pattern, self.settings.temperature
-        lm = EngineLM(engine, 8 * together, seed, question_at, self.settings, pattern, temperature)
+        lm = EngineLM(
+            engine, 8 * conditions.together, conditions.seed, question_at, self.settings, pattern, temperature
+        )
         length = self.settings.max_gen_toks
         generation = self.benchmark.generation | ({} if length is None else {"max_gen_toks": length})
         found: Any = simple_evaluate(
             model=lm,
             tasks=[self.name],
-            task_manager=self.settings.list_tasks(self.names, model),
+            task_manager=self.settings.list_tasks(self.names, conditions.model),
             num_fewshot=self.benchmark.num_fewshot,
             gen_kwargs=generation or None,
             limit=self.settings.limit,
@@ -249,10 +252,10 @@ class LMEvalTask:
             log_samples=True,  # for pairing methods by question
         )
         if self.settings.save_samples:
-            samples_folder.mkdir(parents=True, exist_ok=True)
+            conditions.folder.mkdir(parents=True, exist_ok=True)
             for task, rows in found["samples"].items():
                 lines = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-                (samples_folder / f"{task}.jsonl").write_text(lines)
+                (conditions.folder / f"{task}.jsonl").write_text(lines)
         values = {
             name.removesuffix(",none"): value for name, value in found["results"][self.name].items() if "," in name
         }

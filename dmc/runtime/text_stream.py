@@ -1,4 +1,9 @@
-"""Incremental detokenization after a prompt: never half a character, nothing of a stop string."""
+"""Incremental detokenization after a prompt: never half a character, nothing of a stop string.
+
+The `DecodeStream` of tokenizers joins emoji and keeps first spaces too. It never gives what is left of half a character
+(`test_half_a_character_waits_for_its_other_half_or_the_end`, `test_any_tokens_make_up_what_the_tokenizer_decodes`), and
+decodes token by token, with fast tokenizers alone (`test_text_is_decoded_where_it_is_asked_for_in_any_order`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Floating-point operations of a training step, and the peaks of GPUs."""
+"""Floating-point operations of a training step, and the peaks of GPUs.
+
+Operations are counted by Lightning's `measure_flops`, of a model whose gates and shortened attention it can see. Peaks
+are our own: Lightning's `get_available_flops` knows only a GPU that is there, and 6 of the 13 rows of
+`test_peak_follows_the_name_and_the_precision` are different in it. An H200 has none, an L40S that of an L4, a slice of
+an H100 that of the whole; an H100 NVL has the peak of sparse products.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The LightningModule of a retrofit: its loss, its optimizer; what a step does is in `optimizer_step.py`."""
+"""The LightningModule of a retrofit: its model and its losses. What a step does is in `optimizer_step.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,24 @@ from dmc.models.token_losses import LossWeights, sequence_weights, token_weights
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
-from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run_base import base_of
-from dmc.training.stages import Plan, StepState
-from dmc.training.strategies.parallelism import Parallelism, keep_rows
+from dmc.training.stages import StepState
+from dmc.training.strategies.parallelism import Parallelism
 from dmc.training.teacher import Teacher
 
-OPTIMIZATION = "optimization"
-"""Key of the state of `OptimizerStep` in a checkpoint."""
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the loss of a step depends on beside the text, as `OptimizerStep.schedule_at` sets it."""
+
+    step: int
+    """Number of optimizer steps before it."""
+    state: StepState
+    """The plan's values."""
+    ratio_weight: float | Tensor
+    """Weight of the ratio loss."""
+    relaxed_target: float | Tensor
+    """Compression ratio that relaxed decisions are to meet, >= 1."""
 
 
 def noise_seeds(seed: int, positions: list[int]) -> list[int]:
@@ -63,23 +72,16 @@ class RetrofitModule(LightningModule):
     Args:
         model: stock or compressed causal LM.
         config: the run.
-        plan: its stages.
         strategy: parallelism of the weights.
     """
 
-    def __init__(self, model: Any, config: RunConfig, plan: Plan, strategy: Parallelism) -> None:
+    def __init__(self, model: Any, config: RunConfig, strategy: Parallelism) -> None:
         super().__init__()
-        self.model, self.config, self.plan = with_token_losses(model), config, plan
-        self.strategy = strategy
-        self.automatic_optimization = False
-        self.optimization = OptimizerStep(config.training)
+        self.model, self.config, self.strategy = with_token_losses(model), config, strategy
+        self.automatic_optimization = False  # `OptimizerStep` takes the steps
         self.teacher: Teacher | None = None
         """Set before training if the run distills."""
         self._is_parallel = False
-        self.batch_ended = 0.0
-        """When the last step ended, by `time.perf_counter`."""
-        self.micro_batch_metrics: list[dict[str, Tensor]] = []
-        """Metrics of each micro-batch of the current step: losses, and shares of the cache held."""
         if config.training.activation_checkpointing:
             name = "activation_checkpointing_enable"  # older versions of transformers have another name
             getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -110,44 +112,21 @@ class RetrofitModule(LightningModule):
             if teacher is not None:
                 self.strategy.parallelize_teacher(teacher.model, teacher.path)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Note the end of a step, after all callbacks."""
-        self.batch_ended = time.perf_counter()
+    def forward(self, schedule: Schedule, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return `training_step`: what DistributedDataParallel and DeepSpeed wrap."""
+        return self.training_step(schedule, batch)
 
-    def mask_gradients(self) -> None:
-        """Mask the gradients of all rows but the borrowed neuron's if only gates are trained."""
-        if self.config.training.gates_only and self.has_gates:
-            for parameter, rows in self.model.neuron_rows():
-                keep_rows(parameter, rows)
-
-    def prepare(self, step: int) -> None:
-        """Zero the borrowed neuron's rows after the zero-out stage, and set the delay of the plan."""
-        if not self.has_gates:
-            return
-        if self.plan.neuron_removed_at(step):
-            for parameter, rows in self.model.neuron_rows():
-                self.strategy.set_rows(parameter, rows, 0.0)
-        delay = self.plan.at(step).delay
-        if delay is not None and delay != self.model.compression.delay:
-            self.model.compression = dataclasses.replace(self.model.compression, delay=delay)
-
-    def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
-        """Take one optimizer step on its micro-batches."""
-        self.optimization.run(self, batch)
-
-    def forward(self, step: int, batch: dict[str, Any]) -> Tensor:
-        """Return the loss of one micro-batch, see `loss_at`: what DistributedDataParallel and DeepSpeed wrap."""
-        return self.loss_at(step, batch)
-
-    def loss_at(self, step: int, batch: dict[str, Any]) -> Tensor:
-        """Return the loss of one micro-batch at a step of the plan, and record its metrics.
+    def training_step(  # type: ignore[override]
+        self, schedule: Schedule, batch: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of one micro-batch, and its metrics: losses, and shares of the cache held.
 
         Args:
-            step: number of optimizer steps before it.
+            schedule: of the optimizer step.
             batch: result of `host_batch`: input_ids [B, T], global positions as B numbers, documents, and, if given,
                 loss_mask [B, T] and num_predicted, see `token_mean`, and token_mask [B, T], True at what ratios count.
         """
-        state = self.plan.at(step)
+        state = schedule.state
         input_ids = batch["input_ids"]
         targets = next_tokens(input_ids, batch.get("loss_mask"))
         weights = self._weights(targets, batch)
@@ -161,8 +140,7 @@ class RetrofitModule(LightningModule):
             if losses.aux_loss is not None:
                 metrics["train/router_loss"] = losses.aux_loss.detach()
                 loss = loss + losses.aux_loss
-            self.micro_batch_metrics.append(metrics)
-            return loss
+            return loss, metrics
         trace, distillation = GateTrace(ranks=self.ranks), self.config.training.distillation
         share = 0.0 if self.teacher is None or distillation is None else distillation.weight
         losses = self.model(
@@ -178,65 +156,29 @@ class RetrofitModule(LightningModule):
         if self.teacher is not None:
             self.teacher.release()
         loss = losses.total
-        metrics = {"train/loss": (losses.cross_entropy * weights).sum()}
+        metrics = {"train/loss": (losses.cross_entropy.detach() * weights).sum()}
         if losses.divergence is not None and share:
-            metrics["train/distillation_loss"] = (losses.divergence * weights).sum()
+            metrics["train/distillation_loss"] = (losses.divergence.detach() * weights).sum()
         if losses.aux_loss is not None:
             metrics["train/router_loss"] = losses.aux_loss.detach()
             loss = loss + losses.aux_loss
         if state.neuron_multiplier is None:
-            ratio_loss, held = self._ratio_loss(trace, state, batch.get("token_mask"))
+            ratio_loss, held = self._ratio_loss(trace, schedule, batch.get("token_mask"))
             metrics |= {"train/ratio_loss": ratio_loss.detach(), **held}
-            loss = loss + torch.as_tensor(self.optimization.ratio_control.weight, dtype=ratio_loss.dtype) * ratio_loss
+            loss = loss + torch.as_tensor(schedule.ratio_weight, dtype=ratio_loss.dtype) * ratio_loss
             if self.config.training.head_agreement_weight > 0:
                 agreement_loss = head_agreement_loss(trace.stacked_alpha(), self.config.training.head_agreement)
                 metrics["train/head_agreement_loss"] = agreement_loss.detach()
                 loss = loss + self.config.training.head_agreement_weight * agreement_loss
-        self.micro_batch_metrics.append(metrics)
-        return loss
-
-    def settings_at(self, step: int) -> dict[str, float]:
-        """Return the schedules' values at a step, by name."""
-        state = self.plan.at(step)
-        settings = {"train/learning_rate": state.learning_rate}
-        if not self.has_gates:
-            return settings
-        if state.neuron_multiplier is None:
-            return settings | {"train/target_ratio": state.target_ratio}
-        return settings | {"train/neuron_multiplier": state.neuron_multiplier}
+        return loss, metrics
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the model's configurations, so that the checkpoint can be exported; and of gates alone the base."""
-        self.optimization.read(self.trainer)  # a resumed run does not log these steps again
-        checkpoint[OPTIMIZATION] = self.optimization.state_dict()
         checkpoint[MODEL_CONFIG] = json.loads(self.model.config.to_json_string(use_diff=False))
         settings = self.model.generation_config.to_json_string(keys_to_pop=["compile_config"])
         checkpoint[GENERATION_CONFIG] = json.loads(settings)
-        if self.config.learns_gates_alone(self.plan.total_steps):
+        if self.config.learns_gates_alone(self.trainer.max_steps):
             checkpoint[MODEL_CONFIG] |= base_of(self.config).named
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what outlives a step.
-
-        Raises:
-            ValueError: it is not there.
-        """
-        try:
-            self.optimization.load_state_dict(checkpoint[OPTIMIZATION])
-        except KeyError as error:
-            raise ValueError(
-                f"the checkpoint lacks {error}: another version of dmc has written it; go on with that one, or choose "
-                "another output_dir"
-            ) from error
-
-    def on_train_end(self) -> None:
-        """Log the last step.
-
-        Raises:
-            NonFiniteError: too many steps were skipped.
-        """
-        self.optimization.read(self.trainer)
-        self.optimization.refuse_to_go_on(self.global_step)
 
     def _weights(self, targets: Tensor, batch: dict[str, Any]) -> Tensor:
         """Weigh tokens, [B, T], so that the mean of their sums over micro-batches and ranks is the step's."""
@@ -255,7 +197,7 @@ class RetrofitModule(LightningModule):
         )
 
     def _ratio_loss(
-        self, trace: GateTrace, state: StepState, token_mask: Tensor | None
+        self, trace: GateTrace, schedule: Schedule, token_mask: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ratio loss and shares of the tokens, of those of a mask.
 
@@ -266,7 +208,7 @@ class RetrofitModule(LightningModule):
         alpha = trace.stacked_alpha()
         loss = compression_loss(
             alpha,
-            self.optimization.ratio_control.target(state.target_ratio),
+            schedule.relaxed_target,
             soft=training.soft_ratio_loss,
             delay=compression.counted_delay,
             token_mask=token_mask,
@@ -295,6 +237,6 @@ class RetrofitModule(LightningModule):
             {"params": [p for p in parameters if is_matrix[p]], "weight_decay": decay},
             {"params": [p for p in parameters if not is_matrix[p]], "weight_decay": 0.0},
         ]
-        # Fused: it takes `found_inf`, see `OptimizerStep`. The learning rate is set at each step.
+        # Fused: it takes `found_inf`. `OptimizerStep` sets both that and the learning rate at each step.
         rate, betas, eps = training.learning_rate, training.betas, training.adam_eps
         return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=True)

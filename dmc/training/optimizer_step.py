@@ -1,4 +1,8 @@
-"""One optimizer step, from its micro-batches to the log: `OptimizerStep.run` is the step, in the order it happens.
+"""The training step, from top to bottom as it runs: `OptimizerStep.run` is one step, in seven numbered moves.
+
+Above it: a step's micro-batches (`StepLoader`). Within it: schedules and the learning rate, loss and backward pass of
+each micro-batch with the gradient's scale, the check that all is finite, clipping, the optimizer, the log. Below it:
+the control of the compression ratio (`RatioControl`). The loss is in `module.py`, which knows nothing of the step.
 
 A step whose loss or gradient is not finite on any rank counts in the plan and in the data order, but changes neither
 weights nor optimizer state. All that depends on the figures of a step runs on the device, which never waits for the
@@ -7,13 +11,16 @@ host: the host reads them once the next step is queued.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
@@ -21,9 +28,14 @@ from dmc.models.attention import Documents
 from dmc.models.token_losses import num_predicted
 from dmc.ranks import Ranks
 from dmc.training.config import RatioControlConfig, TrainingConfig
+from dmc.training.module import Schedule
+from dmc.training.stages import Plan
+from dmc.training.strategies.parallelism import keep_rows
 
 LOSS, RATIO_LOSS, NORM = "train/loss", "train/ratio_loss", "train/gradient_norm"
 WEIGHT, SKIPPED = "train/ratio_weight", "train/skipped_steps"
+OPTIMIZATION = "optimization"
+"""Key of the state of `OptimizerStep` in a checkpoint."""
 MAX_TARGET_FACTOR = 2.0
 """Largest factor on the target of relaxed decisions, and the inverse of the smallest."""
 RATIO_METRICS = {
@@ -39,23 +51,94 @@ class NonFiniteError(ArithmeticError):
     """Too many steps in a row had a loss or gradient that is not finite; the run's state is saved."""
 
 
-class OptimizerStep:
-    """Takes the optimizer steps of a run, and keeps what outlives one: skipped steps, and the ratio loss's weight.
+class StepLoader:
+    """Groups a loader's micro-batches into optimizer steps: Lightning's batch is a step, a list of micro-batches.
 
     Args:
+        loader: this rank's micro-batches.
+        accumulation: micro-batches of a step.
+        counts_tokens: whether each micro-batch gets `num_predicted`, see `share_predicted_tokens`.
+        num_consumed: returns the samples of all ranks in the steps that are done; a loader with a state needs it.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        accumulation: int,
+        counts_tokens: bool = False,
+        num_consumed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.loader, self.accumulation, self.counts_tokens = loader, accumulation, counts_tokens
+        self.num_consumed = num_consumed
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.accumulation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last step done; empty where its order is a function of the step."""
+        return self.loader.state_dict(self.num_consumed()) if hasattr(self.loader, "state_dict") else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the loader's state."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        micro_batches = iter(self.loader)
+        while step := list(itertools.islice(micro_batches, self.accumulation)):
+            if self.counts_tokens and all("loss_mask" in micro_batch for micro_batch in step):
+                count = torch.stack([num_predicted(micro_batch["loss_mask"]) for micro_batch in step]).mean()
+                step = [micro_batch | {"num_predicted": count} for micro_batch in step]
+            yield [host_batch(micro_batch) for micro_batch in step]
+
+
+def host_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
+    batch = {**batch, "position": batch["position"].tolist()}
+    if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
+        folds = batch["input_ids"].shape[1]
+        batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
+        batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
+    starts = batch.pop("document_starts", None)
+    return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
+
+
+def share_predicted_tokens(micro_batches: list[dict[str, Any]]) -> None:
+    """Average the number of predicted tokens of a micro-batch over the ranks: `token_mean` divides by it."""
+    if "num_predicted" in micro_batches[0]:
+        count = Ranks.world().all_reduce(micro_batches[0]["num_predicted"], "avg")
+        for micro_batch in micro_batches:
+            micro_batch["num_predicted"] = count
+
+
+class OptimizerStep(Callback):
+    """Takes the optimizer steps of a run, and keeps what outlives one: skipped steps, and the ratio loss's weight.
+
+    Lightning gives each step's micro-batches to the strategy, which calls `run`. As the last callback it acts after all
+    others.
+
+    Args:
+        plan: the run's stages.
         training: settings of clipping, logging, and how many steps in a row may be skipped.
     """
 
-    def __init__(self, training: TrainingConfig) -> None:
-        self.training = training
+    def __init__(self, plan: Plan, training: TrainingConfig) -> None:
+        self.plan, self.training = plan, training
         self.ratio_control = RatioControl(training.ratio_weight, training.ratio_control)
         self.latest: dict[str, float] = {}
         """Metrics of the last step that the host has read."""
         self.is_last_micro_batch = False
+        self.ended = 0.0
+        """When the last step ended, after all callbacks, by `time.perf_counter`."""
         self._skipped_steps: int | Tensor = 0
         self._skips_in_a_row_on_device: int | Tensor = 0  # as the device counts
         self._skips_in_a_row, self._last_skipped = 0, 0  # as the host does
         self._pending: Figures | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the strategy take its steps here."""
+        strategy: Any = trainer.strategy
+        strategy.take_step = lambda micro_batches: self.run(pl_module, micro_batches)
 
     def run(self, module: Any, micro_batches: list[dict[str, Any]]) -> None:
         """Take one optimizer step, on all ranks together.
@@ -66,79 +149,127 @@ class OptimizerStep:
         """
         step, optimizer, strategy, trainer = module.global_step, module.optimizers(), module.strategy, module.trainer
 
-        # Schedule: learning rate, target ratio and delay are functions of the step.
-        module.prepare(step)
+        # 1. Schedules. Learning rate, target ratio and delay are functions of the step.
+        self.prepare(module, step)
+        schedule = self.schedule_at(step)
         for group in optimizer.param_groups:
-            group["lr"] = module.plan.at(step).learning_rate
+            group["lr"] = schedule.state.learning_rate
 
-        # Accumulate. Each loss is divided so that the sum is a mean over the step's tokens, or sequences, of all ranks.
+        # 2. Loss and backward pass of each micro-batch. The gradient is scaled here: each loss is a sum over its tokens
+        # (or sequences) by their mean number in all of the step's micro-batches on all ranks, and is divided by the
+        # number of micro-batches; the strategy averages over ranks. bfloat16 has float32's range: no scale for it.
         share_predicted_tokens(micro_batches)
+        metrics: list[dict[str, Tensor]] = []
         for micro_batch in micro_batches:
             self.is_last_micro_batch = micro_batch is micro_batches[-1]
             with nullcontext() if self.is_last_micro_batch else strategy.block_backward_sync():
                 with trainer.precision_plugin.forward_context():
-                    loss = trainer.model(step, micro_batch)
+                    loss, measured = trainer.model(schedule, micro_batch)
                 module.manual_backward(loss / len(micro_batches))
-        module.mask_gradients()
+            metrics.append(measured)
+        self.mask_gradients(module)
 
-        # Clip, skip if anything is not finite, step. DeepSpeed does all three in its own step.
+        # 3. Finite check, and control of the ratio (`average_and_decide`). 4. Clip, or skip what is not finite
+        # (`clip_or_skip`). 5. Optimizer. DeepSpeed checks, clips and skips inside its own step, which comes first.
         positions = [micro_batch["position"] for micro_batch in micro_batches]
         if strategy.clips_in_optimizer:
             optimizer.step()
-            figures = self.average_and_decide(module, step, positions)
+            figures = self.average_and_decide(module, step, metrics, positions)
         else:
-            figures = self.average_and_decide(module, step, positions)
+            figures = self.average_and_decide(module, step, metrics, positions)
             self.clip_or_skip(module, optimizer.optimizer, figures)
             optimizer.step()
         optimizer.zero_grad()
 
-        # Log the step before, which the host reads now that this one is queued. Stop if too many in a row were skipped:
-        # until the host knows, the device skips all that follow.
+        # 6. Log the step before, which the host reads now that this one is queued.
         self.read(trainer)
         self._pending = figures
         if strategy.clips_in_optimizer:
             self.read(trainer)  # DeepSpeed has waited for the device already
+
+        # 7. Stop if too many in a row were skipped: until the host knows, the device skips all that follow.
         if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             trainer.should_stop = True  # upon which `SaveLast` saves
 
-    def average_and_decide(self, module: Any, step: int, positions: Sequence[list[int]] = ()) -> Figures:
+    def prepare(self, module: Any, step: int) -> None:
+        """Zero the borrowed neuron's rows after the zero-out stage, and set the delay of the plan."""
+        if not module.has_gates:
+            return
+        if self.plan.neuron_removed_at(step):
+            for parameter, rows in module.model.neuron_rows():
+                module.strategy.set_rows(parameter, rows, 0.0)
+        delay = self.plan.at(step).delay
+        if delay is not None and delay != module.model.compression.delay:
+            module.model.compression = dataclasses.replace(module.model.compression, delay=delay)
+
+    def schedule_at(self, step: int) -> Schedule:
+        """Return what the loss of a step depends on beside its text: the plan, and the control of the ratio."""
+        state, control = self.plan.at(step), self.ratio_control
+        return Schedule(step, state, control.weight, control.target(state.target_ratio))
+
+    def mask_gradients(self, module: Any) -> None:
+        """Mask the gradients of all rows but the borrowed neuron's if only gates are trained."""
+        if self.training.gates_only and module.has_gates:
+            for parameter, rows in module.model.neuron_rows():
+                keep_rows(parameter, rows)
+
+    def average_and_decide(
+        self, module: Any, step: int, metrics: list[dict[str, Tensor]], positions: Sequence[list[int]] = ()
+    ) -> Figures:
         """Average the figures of a step over micro-batches and ranks, and decide whether to skip it.
 
         A figure that is not finite on one rank makes the mean so on all of them: all skip, or none.
+
+        Args:
+            module: the `RetrofitModule`, with the gradients of the step.
+            step: number of optimizer steps before it.
+            metrics: of each micro-batch, scalars on the device.
+            positions: samples of each micro-batch.
         """
         norm = module.strategy.gradient_norm(module)
-        names = list(module.micro_batch_metrics[0])
-        means = [torch.stack([m[name].double() for m in module.micro_batch_metrics]).mean() for name in names]
+        names = list(metrics[0])
+        means = [torch.stack([of_one[name].double() for of_one in metrics]).mean() for name in names]
         figures = Ranks.world().all_reduce(torch.stack([*means, norm.to(module.device).double()]), "avg")
         is_skipped = ~figures.isfinite().all() | (self._skips_in_a_row_on_device >= self.training.max_nonfinite_steps)
         self._skips_in_a_row_on_device = (self._skips_in_a_row_on_device + 1) * is_skipped
         self._skipped_steps = self._skipped_steps + is_skipped
 
-        settings = module.settings_at(step)
-        losses = [metrics[LOSS].double() for metrics in module.micro_batch_metrics]
-        module.micro_batch_metrics.clear()
+        settings = self._settings_at(step, module.has_gates)
+        losses = [of_one[LOSS].double() for of_one in metrics]
         more = {SKIPPED: self._skipped_steps}
         if RATIO_LOSS in names:
             if isinstance(self.ratio_control.weight, Tensor):
                 more[WEIGHT] = self.ratio_control.weight
             else:
                 settings[WEIGHT] = self.ratio_control.weight
-            state, thresholded = module.plan.at(step), None
-            if state.stage == "solidify":
-                held = module.model.compression.target_counts == "held"
-                thresholded = figures[names.index("hard_cache_fraction" if held else "decided_fraction")]
-            self.ratio_control.update(
-                figures[names.index("relaxed_cache_fraction")], state.target_ratio, thresholded=thresholded
-            )
+            self._control_ratio(module, step, dict(zip(names, figures, strict=False)))
         added = [number.double() for number in (*more.values(), is_skipped)]
         numbers = LateNumbers(torch.cat([figures, torch.stack([*added, *losses])]))
         return Figures(step, norm, is_skipped, [*names, NORM, *more], numbers, settings, positions)
+
+    def _control_ratio(self, module: Any, step: int, figures: dict[str, Tensor]) -> None:
+        """Move the weight of the ratio loss, and in the last stage the target, by what the step has held."""
+        state, thresholded = self.plan.at(step), None
+        if state.stage == "solidify":
+            held = module.model.compression.target_counts == "held"
+            thresholded = figures["hard_cache_fraction" if held else "decided_fraction"]
+        self.ratio_control.update(figures["relaxed_cache_fraction"], state.target_ratio, thresholded=thresholded)
 
     def clip_or_skip(self, module: Any, optimizer: Any, figures: Figures) -> None:
         """Clip the gradients; let the fused AdamW change neither weights nor its state if the step is skipped."""
         if (most := self.training.gradient_clip) is not None:
             clip_grads_with_norm_(module.parameters(), most, figures.norm, foreach=False)  # gradients of any mesh
         optimizer.found_inf = figures.is_skipped.float()
+
+    def _settings_at(self, step: int, has_gates: bool) -> dict[str, float]:
+        """Return the schedules' values at a step, by the names they are logged under."""
+        state = self.plan.at(step)
+        settings = {"train/learning_rate": state.learning_rate}
+        if not has_gates:
+            return settings
+        if state.neuron_multiplier is None:
+            return settings | {"train/target_ratio": state.target_ratio}
+        return settings | {"train/neuron_multiplier": state.neuron_multiplier}
 
     def read(self, trainer: Any) -> None:
         """Log the figures of the last step, for which the host waits."""
@@ -172,26 +303,48 @@ class OptimizerStep:
         batches = "; ".join(f"{p} with loss {loss:g}" for p, loss in zip(pending.positions, losses, strict=False))
         logger.warning("step %d is skipped (%s); rank %d had the samples %s", pending.step, means, rank, batches)
 
-    def refuse_to_go_on(self, step: int) -> None:
-        """Raise NonFiniteError, on all ranks, if too many steps in a row were skipped."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note the end of a step."""
+        self.ended = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last step.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped; on all ranks.
+        """
+        self.read(trainer)
         if self._skips_in_a_row >= self.training.max_nonfinite_steps:
             raise NonFiniteError(
                 f"the last {self._skips_in_a_row} steps up to step {self._last_skipped + 1} had a loss or gradient "
                 f"that is not finite (training.max_nonfinite_steps={self.training.max_nonfinite_steps}). The last "
-                f"checkpoint holds the weights with which it happened; the same command goes on after step {step}"
+                "checkpoint holds the weights with which it happened; the same command goes on after step "
+                f"{trainer.global_step}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what outlives a step to a checkpoint."""
+        self.read(trainer)  # a resumed run does not log these steps again
+        checkpoint[OPTIMIZATION] = {
             "skipped_steps": int(self._skipped_steps),
             "ratio_weight": float(self.ratio_control.weight),
             "target_factor": float(self.ratio_control.target_factor),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-        self._skipped_steps, self.ratio_control.weight = state["skipped_steps"], state["ratio_weight"]
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore it.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        try:
+            state = checkpoint[OPTIMIZATION]
+            self._skipped_steps, self.ratio_control.weight = state["skipped_steps"], state["ratio_weight"]
+        except KeyError as error:
+            raise ValueError(
+                f"the checkpoint lacks {error}: another version of dmc has written it; go on with that one, or choose "
+                "another output_dir"
+            ) from error
         self.ratio_control.target_factor = state.get("target_factor", 1.0)
 
 
@@ -268,63 +421,3 @@ class RatioControl:
             factor = self.target_factor * torch.exp(self.settings.gain * (thresholded * target_ratio - 1))
             factor = factor.clamp(1 / MAX_TARGET_FACTOR, MAX_TARGET_FACTOR)
             self.target_factor = torch.where(thresholded.isfinite(), factor, self.target_factor)
-
-
-class StepLoader:
-    """Groups a loader's micro-batches into optimizer steps: Lightning's batch is a step, a list of micro-batches.
-
-    Args:
-        loader: this rank's micro-batches.
-        accumulation: micro-batches of a step.
-        counts_tokens: whether each micro-batch gets `num_predicted`, see `share_predicted_tokens`.
-        num_consumed: returns the samples of all ranks in the steps that are done; a loader with a state needs it.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        accumulation: int,
-        counts_tokens: bool = False,
-        num_consumed: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.loader, self.accumulation, self.counts_tokens = loader, accumulation, counts_tokens
-        self.num_consumed = num_consumed
-
-    def __len__(self) -> int:
-        return len(self.loader) // self.accumulation
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last step done; empty where its order is a function of the step."""
-        return self.loader.state_dict(self.num_consumed()) if hasattr(self.loader, "state_dict") else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loader's state."""
-        if hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        micro_batches = iter(self.loader)
-        while step := list(itertools.islice(micro_batches, self.accumulation)):
-            if self.counts_tokens and all("loss_mask" in micro_batch for micro_batch in step):
-                count = torch.stack([num_predicted(micro_batch["loss_mask"]) for micro_batch in step]).mean()
-                step = [micro_batch | {"num_predicted": count} for micro_batch in step]
-            yield [host_batch(micro_batch) for micro_batch in step]
-
-
-def host_batch(batch: dict[str, Any]) -> dict[str, Any]:
-    """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
-    batch = {**batch, "position": batch["position"].tolist()}
-    if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
-        folds = batch["input_ids"].shape[1]
-        batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
-        batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
-    starts = batch.pop("document_starts", None)
-    return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
-
-
-def share_predicted_tokens(micro_batches: list[dict[str, Any]]) -> None:
-    """Average the number of predicted tokens of a micro-batch over the ranks: `token_mean` divides by it."""
-    if "num_predicted" in micro_batches[0]:
-        count = Ranks.world().all_reduce(micro_batches[0]["num_predicted"], "avg")
-        for micro_batch in micro_batches:
-            micro_batch["num_predicted"] = count

@@ -42,6 +42,7 @@ from dmc.training.export import FINAL_NAME, Exporter
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.planning.start_checks import check_start
 from dmc.training.record import CONFIG_NAME as RUN_NAME
 from dmc.training.record import check_branch, check_same_run, check_same_text, record_run, record_start
@@ -180,7 +181,7 @@ def _train(config: RunConfig) -> TrainedRun:
             {f"cr{ratio:g}": step for ratio, step in plan.ratio_steps(milestones.ratios).items()},
             milestones.every_steps,
         )
-        preempted = Preemption(save_last)
+        preempted = Preemption(save_last, OptimizerStep(plan, config.training))
         with open_loggers(config) as loggers, preempted as preemption:
             _fit(config, plan, run, preemption, loggers)
     return run
@@ -204,7 +205,7 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         model = retrofit(model, config.gates)
     model.train()  # a loaded model is in eval mode, in which transformers recomputes no activations
     data = TextData(config, tokenizer, plan.total_steps)
-    module = RetrofitModule(model, local, plan, strategy)
+    module = RetrofitModule(model, local, strategy)
     if local.distillation is not None:
         module.teacher = _teacher(local, strategy, model, base_type)
     exporter = Exporter(config, data, tokenizer, strategy, run.snapshots)
@@ -258,17 +259,17 @@ def _build_trainer(
     Raises:
         ValueError: the batch cannot be divided among the devices, or this machine has no such devices.
     """
-    config, strategy = module.config, cast(Any, module.strategy)
+    config, strategy, optimizer_step = module.config, cast(Any, module.strategy), preemption.optimizer_step
     training, settings, folder = config.training, config.trainer, Path(config.output_dir)
     calibration, validation = (partial(exporter.data.held_out, split) for split in ("calibration", "validation"))
-    callbacks: list[Callback] = [Throughput(config), TeacherCheck(validation)]
+    callbacks: list[Callback] = [Throughput(config, optimizer_step), TeacherCheck(validation)]
     for start in (training.sensitivity_init, training.regression_init) if module.has_gates else ():
         callbacks += [] if start is None else [AdapterInit(start, calibration, folder)]
     if settings.lightning.get("enable_progress_bar", True):
-        callbacks.append(StepProgressBar(refresh_rate=training.log_every_steps))
+        callbacks.append(StepProgressBar(optimizer_step, training.log_every_steps))
     callbacks += [Validation(validation, folder / "heatmaps", training.validate_every_steps), exporter]
     others = [instantiate(settings, f"callbacks.{name}", Callback) for name, settings in config.callbacks.items()]
-    callbacks += [*others, preemption.save_last, preemption]
+    callbacks += [*others, preemption.save_last, preemption, optimizer_step]
     plugins: list[Any] = []
     if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():
         # Lightning's own requeue saves from inside the signal handler: two ranks then wait for each other for ever.
@@ -280,7 +281,7 @@ def _build_trainer(
             num_nodes=settings.num_nodes,
             strategy=strategy,
             precision=strategy.precision,
-            max_steps=module.plan.total_steps,
+            max_steps=optimizer_step.plan.total_steps,
             max_epochs=1,
             logger=loggers,
             callbacks=callbacks,

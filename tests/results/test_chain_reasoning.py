@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,7 @@ from dmc import Engine, SamplingParams
 from dmc.budget import Budget
 from dmc.data import ChainSource, train_tokenizer
 from dmc.policies import TOVA, Quest
-from dmc.results.compare import run_samples
-from dmc.results.tasks import ChainReasoning
+from dmc.results.tasks import ChainReasoning, Conditions
 from dmc.results.tasks.voting import voted, write_chains
 
 
@@ -61,7 +61,7 @@ def wrong_answer(prompt):
 
 def evaluate(task, engine, tokenizer, together=4):
     samples = task.samples(tokenizer, 257)
-    row, stats = run_samples(task, engine, samples, together)
+    row, stats = task.measure(engine, samples, Conditions("", together, 0, Path()))
     return row, stats, samples
 
 

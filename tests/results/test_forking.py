@@ -10,8 +10,9 @@ from runtime.test_prefix_cache import count_fed
 
 from dmc import Engine, SamplingParams, policies
 from dmc.budget import Budget
-from dmc.results.compare import SKETCH, _sketch, batches
+from dmc.results.compare import SKETCH, _sketch
 from dmc.results.tasks import Sample
+from dmc.results.tasks.base import batches
 from dmc.results.tasks.forking import answers_of
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)

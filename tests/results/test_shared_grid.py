@@ -30,11 +30,11 @@ import os, time
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from dmc.results.tasks import Sample, SampleResult
+from dmc.results.tasks import Sample, SampleResult, Task
 from dmc.runtime import GenerationStats
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(Task):
     log: str
     number: int
     main_metric = "loss"

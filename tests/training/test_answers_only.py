@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from dmc.config import build_config
 from dmc.data import train_tokenizer
 from dmc.training.config import RunConfig
-from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run import train
 from dmc.training.text_data import TextData
 
@@ -50,13 +50,13 @@ def values(run_values, tmp_path, only_trained):
 @pytest.fixture
 def batches(monkeypatch):
     """What the training steps were given."""
-    plain, seen = RetrofitModule.training_step, []
+    plain, seen = OptimizerStep.run, []
 
-    def training_step(module, batch, batch_idx):
-        seen.extend(batch)
-        return plain(module, batch, batch_idx)
+    def run(self, module, micro_batches):
+        seen.extend(micro_batches)
+        return plain(self, module, micro_batches)
 
-    monkeypatch.setattr(RetrofitModule, "training_step", training_step)
+    monkeypatch.setattr(OptimizerStep, "run", run)
     return seen
 
 

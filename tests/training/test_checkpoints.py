@@ -5,7 +5,6 @@ import pickle
 import resource
 import signal
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,9 +29,9 @@ from dmc.training.checkpoints import (
 )
 from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
-from dmc.training.module import RetrofitModule
 from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run import train
+from dmc.training.stages import Plan
 
 WEIGHTS = {"norm.weight": torch.randn(200), "head.weight": torch.randn(30, 20), "tied.weight": torch.zeros(30, 20)}
 
@@ -267,10 +266,10 @@ def test_what_torch_cannot_read_is_told_in_one_line(saver, tmp_path):
 
 
 def test_the_state_of_another_version_is_told_in_one_line(run_config):
-    module = SimpleNamespace(optimization=OptimizerStep(run_config.training))
+    step = OptimizerStep(Plan(run_config.training, 4.0), run_config.training)
     for state in ({}, {"optimization": {"skipped_steps": 0}}):
         with pytest.raises(ValueError, match=r"lacks '\w+': another version of dmc has written it"):
-            RetrofitModule.on_load_checkpoint(module, state)
+            step.on_load_checkpoint(None, None, state)
 
 
 class Harmful:

@@ -27,9 +27,9 @@ STOCK = {"bf16-mixed": "_scaled_dot_product_flash_attention", "32-true": "_scale
 DTYPES = {"bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 
-def fused_kernel(module, step, precision):
+def fused_kernel(module, state, precision):
     """Name what computes attention in a step: PyTorch's own where there are neither gates nor documents."""
-    is_plain = not module.has_gates or module.plan.at(step).neuron_multiplier is not None
+    is_plain = not module.has_gates or state.neuron_multiplier is not None
     is_stock = is_plain and not module.config.training.document_masking
     return STOCK[precision] if is_stock else "masked_attention"
 
@@ -49,7 +49,7 @@ def test_gates_alone_are_trained_on_the_device_that_gradients_are_on(make_stock,
 
 
 def build_module(run_values, make_stock, device, **training):
-    """Make the module of a run whose model and teacher have no data."""
+    """Make the module of a run whose model and teacher have no data, and what takes its steps."""
     run_values["training"] |= {"sequence_length": LENGTH, **training}
     if "distillation" in training:
         run_values["model"] = "somewhere"
@@ -58,11 +58,11 @@ def build_module(run_values, make_stock, device, **training):
     model = make_stock()
     if config.has_gates:
         model = retrofit(model, config.compression)
-    module = RetrofitModule(put_on_gpu(model.train(), device), config, plan, Parallelism(config))
+    module = RetrofitModule(put_on_gpu(model.train(), device), config, Parallelism(config))
     module._device = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
     if "distillation" in training:
         module.teacher = Teacher(put_on_gpu(make_stock(), device), "somewhere", 1.0)
-    return module
+    return module, optimizer_step.OptimizerStep(plan, config.training)
 
 
 def batch_of(module, device):
@@ -125,9 +125,8 @@ def finishing(monkeypatch):
             noted.reads.append(trainer.global_step)
             return [0.5] * self.size
 
-    def finish_step(module, optimizer):
-        optimization = module.optimization
-        figures = optimization.average_and_decide(module, trainer.global_step)
+    def finish_step(module, optimization, optimizer, metrics):
+        figures = optimization.average_and_decide(module, trainer.global_step, [metrics])
         optimization.clip_or_skip(module, optimizer, figures)
         optimization.read(trainer)
         optimization._pending = figures
@@ -142,25 +141,24 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
 ):
     run_values["trainer"]["precision"] = precision
     with fake_gpu():
-        module = build_module(run_values, make_stock, "cuda", **training)
+        module, optimization = build_module(run_values, make_stock, "cuda", **training)
         finish_step, trainer, noted = finishing
         optimizer = module.configure_optimizers()
-        for step in (0, module.plan.total_steps - 1):
+        for step in (0, optimization.plan.total_steps - 1):
             trainer.global_step = step
-            module.prepare(step)
+            optimization.prepare(module, step)
+            schedule = optimization.schedule_at(step)
             batch = batch_of(module, "cuda")
             with StepWatch(LENGTH) as watch:
                 with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                    loss = module.loss_at(step, batch)
-                assert {value.device.type for metrics in module.micro_batch_metrics for value in metrics.values()} == {
-                    "cuda"
-                }
+                    loss, metrics = module(schedule, batch)
+                assert {value.device.type for value in metrics.values()} == {"cuda"}
                 for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                     parameter.grad = torch.empty_like(parameter)  # there is no backward on "cuda"
-                finish_step(module, optimizer)
+                finish_step(module, optimization, optimizer, metrics)
                 optimizer.step()
             assert loss.device.type == optimizer.found_inf.device.type == "cuda"
-            kernels = {fused_kernel(module, step, precision)}
+            kernels = {fused_kernel(module, schedule.state, precision)}
             if module.teacher is not None:
                 kernels.add("masked_attention" if module.config.training.document_masking else STOCK[precision])
             assert watch.kernels == {(name, DTYPES[precision]) for name in kernels}
@@ -172,19 +170,21 @@ def test_a_step_on_a_gpu_reads_nothing_and_attends_by_a_fused_kernel(
 @pytest.mark.parametrize(("variant", "training"), BACKWARDS, indirect=["variant"])
 def test_backward_and_what_a_step_logs_stay_on_the_device(run_values, make_stock, finishing, variant, training):
     with fake_gpu("meta"):
-        module = build_module(run_values, make_stock, "meta", **training)
+        module, optimization = build_module(run_values, make_stock, "meta", **training)
         finish_step, trainer, noted = finishing
         optimizer = SimpleNamespace()
-        for step in range(module.plan.total_steps):
+        for step in range(optimization.plan.total_steps):
             trainer.global_step = step
-            module.prepare(step)
+            optimization.prepare(module, step)
+            schedule = optimization.schedule_at(step)
             batch = batch_of(module, "meta")
             with StepWatch(LENGTH) as watch:
-                module.loss_at(step, batch).backward()
-                finish_step(module, optimizer)
+                loss, metrics = module(schedule, batch)
+                loss.backward()
+                finish_step(module, optimization, optimizer, metrics)
             assert optimizer.found_inf.device.type == "meta"
             assert not watch.waits and not watch.quadratic
-            backward = f"{fused_kernel(module, step, '32-true')}_backward"
+            backward = f"{fused_kernel(module, schedule.state, '32-true')}_backward"
             assert backward in {name for name, _ in watch.kernels}
         assert noted.devices == {"meta"}
-        assert noted.reads == list(range(1, module.plan.total_steps))  # one a step, of the step before
+        assert noted.reads == list(range(1, optimization.plan.total_steps))  # one a step, of the step before

@@ -17,7 +17,7 @@ from dmc.data import Positions
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED, PreemptedError
 from dmc.training.checkpoints import TRAINER_STATE, read_tensors, saved_checkpoints, step_name
 from dmc.training.config import RunConfig
-from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.run import LOCK_NAME, RESTART_COUNTS, _alone_in, train
 
 STEPS, BATCH = 7, 8
@@ -175,19 +175,19 @@ def files_of(folder):
 
 def test_second_start_of_a_run_that_is_being_trained_is_refused_and_touches_nothing(values, tmp_path, monkeypatch):
     config = build_config(RunConfig, values)
-    plain, starts = RetrofitModule.training_step, []
+    plain, starts = OptimizerStep.run, []
 
-    def training_step(module, batch, batch_idx):
-        if batch_idx == 3 and not starts:
+    def run(self, module, micro_batches):
+        if module.global_step == 3 and not starts:
             starts.append(2)
             before = files_of(tmp_path)
             message = r"run is being trained: another process holds .*run/.lock .*choose another output_dir"
             with pytest.raises(BlockingIOError, match=message):
                 train(config)
             assert files_of(tmp_path) == before
-        return plain(module, batch, batch_idx)
+        return plain(self, module, micro_batches)
 
-    monkeypatch.setattr(RetrofitModule, "training_step", training_step)
+    monkeypatch.setattr(OptimizerStep, "run", run)
     train(config)
     assert starts
 

@@ -16,7 +16,7 @@ from dmc.training.config import RunConfig
 from dmc.training.export import Exporter, choose_device, export_checkpoint
 from dmc.training.measure import score_text
 from dmc.training.module import RetrofitModule, noise_seeds
-from dmc.training.optimizer_step import host_batch
+from dmc.training.optimizer_step import OptimizerStep, host_batch
 from dmc.training.record import read_config, record_run
 from dmc.training.run import train
 from dmc.training.stages import Plan
@@ -177,7 +177,7 @@ def test_a_loaded_base_recomputes_its_activations(run_values, tmp_path, monkeypa
     assert len(calls) == 2 * 2 * 2  # forward and again in backward, two layers, two micro-batches
 
 
-def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
+def make_module(run_values) -> tuple[RetrofitModule, list[dict], OptimizerStep]:
     config = build_config(RunConfig, run_values)
     from dmc.models import retrofit
     from dmc.training.run import fresh_model
@@ -187,19 +187,18 @@ def make_module(run_values) -> tuple[RetrofitModule, list[dict]]:
     model = retrofit(fresh_model(config, len(tokenizer), 0), config.compression)
     data = TextData(config, tokenizer, plan.total_steps)
     batches = [batch | {"position": torch.arange(len(batch["input_ids"]))} for batch in data.held_out("validation")]
-    module = RetrofitModule(model, config, plan, Parallelism(config))
-    return module, [host_batch(batch) for batch in batches]
+    module = RetrofitModule(model, config, Parallelism(config))
+    return module, [host_batch(batch) for batch in batches], OptimizerStep(plan, config.training)
 
 
 def test_noise_follows_the_sample_through_any_batch_split(run_values):
-    module, batches = make_module(run_values)
-    module.log = lambda *args, **kwargs: None
-    module.plan.at = lambda step: Plan(module.config.training, 4.0).at.__func__(Plan(module.config.training, 4.0), 5)
+    module, batches, step = make_module(run_values)
+    schedule = step.schedule_at(5)
     batch = batches[0] | {"input_ids": torch.cat([b["input_ids"] for b in batches]), "position": [0, 1, 2, 3]}
     parts = [batch | {key: batch[key][i : i + 1] for key in ("input_ids", "position")} for i in range(4)]
     module.train()
-    split = torch.stack([module(0, part) for part in parts]).mean()
-    torch.testing.assert_close(module(0, batch), split, atol=1e-6, rtol=1e-6)
+    split = torch.stack([module(schedule, part)[0] for part in parts]).mean()
+    torch.testing.assert_close(module(schedule, batch)[0], split, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [32, 20])  # of 32: behind the last document a sequence is filled up
@@ -207,11 +206,10 @@ def test_noise_follows_the_sample_through_any_batch_split(run_values):
 def test_ratio_loss_and_metrics_count_what_the_target_says(run_values, counts, length):
     run_values["compression"] |= {"delay": 5, "target_counts": counts, "decision_offset": 0.0}
     run_values["training"] |= {"soft_ratio_loss": True}
-    module, (batch, *_) = make_module(run_values)
+    module, (batch, *_), step = make_module(run_values)
     if length < 32:
         batch["token_mask"] = torch.arange(32).expand(2, -1) < length
-    module.loss_at(7, batch)
-    metrics, trace = module.micro_batch_metrics[-1], GateTrace()
+    (_, metrics), trace = module(step.schedule_at(7), batch), GateTrace()
     mode = GateMode(noise_seeds=noise_seeds(0, batch["position"]), fixed_ratio=4.0)
     module.model(batch["input_ids"], use_cache=False, gate_mode=mode, gate_trace=trace)
     alpha, hard = trace.stacked_alpha().detach(), (trace.stacked_logits() > 0).float()
@@ -237,8 +235,8 @@ def test_what_whole_documents_are_filled_up_with_comes_marked_to_the_loss(run_va
     run_values["data"]["tokenizer"] = {"train_vocab_size": 300, "folder": str(tmp_path / "tokenizer")}
     run_values["training"] |= {"whole_documents": True, "document_masking": True, "sequence_length": 48}
     run_values["compression"]["decision_offset"] = 0.0
-    module, batches = make_module(run_values)
-    data = TextData(module.config, build_tokenizer(module.config), module.plan.total_steps)
+    module, batches, step = make_module(run_values)
+    data = TextData(module.config, build_tokenizer(module.config), step.plan.total_steps)
     data.prepare_data()
     data.setup("fit")
     trained = [host_batch(batch) for batch in islice(data.micro_batches(), 2)]
@@ -248,9 +246,8 @@ def test_what_whole_documents_are_filled_up_with_comes_marked_to_the_loss(run_va
         assert torch.equal(batch["input_ids"].where(~batch["token_mask"], filled), filled)
         assert not batch["loss_mask"][~batch["token_mask"]].any()
         assert not batch["token_mask"].all()
-    module.loss_at(7, batches[0])
-    module.loss_at(7, {name: value for name, value in batches[0].items() if name != "token_mask"})
-    marked, unmarked = (metrics["decided_fraction"] for metrics in module.micro_batch_metrics[-2:])
+    without = {name: value for name, value in batches[0].items() if name != "token_mask"}
+    marked, unmarked = (module(step.schedule_at(7), batch)[1]["decided_fraction"] for batch in (batches[0], without))
     assert marked != unmarked
 
 

@@ -1,7 +1,7 @@
 """Tasks that measure a compressed cache: predict text, or retrieve tokens from far back.
 
-Read in this order: `base.py` (interface of a task) -> `text_loss.py` (predict text) -> `forking.py` (a context is read
-once for all of its questions) -> `asking.py` (questions after a compressed prompt, conversations) -> `prompts.py`
+Read in this order: `base.py` (the base class of a task) -> `text_loss.py` (predict text) -> `forking.py` (a context is
+read once for all of its questions) -> `asking.py` (questions after a compressed prompt, conversations) -> `prompts.py`
 (prompts of text) -> `retrieval.py` (questions about text) -> `ruler.py` (RULER's own) -> `agreement.py` (the full
 cache's answers) -> `fact_recall.py` (many questions about one context) -> `voting.py` (several answers of a prompt) ->
 `chain_reasoning.py` (problems solved step by step) -> `cache_analysis.py` (no question: the entries that are left) ->
@@ -9,7 +9,7 @@ cache's answers) -> `fact_recall.py` (many questions about one context) -> `voti
 """
 
 from dmc.results.tasks.agreement import Agreement
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, by_coordinates, split_of_text
+from dmc.results.tasks.base import Breakdown, Conditions, Sample, SampleResult, Task, by_coordinates, split_of_text
 from dmc.results.tasks.cache_analysis import CacheAnalysis
 from dmc.results.tasks.chain_reasoning import ChainReasoning
 from dmc.results.tasks.fact_recall import FactRecall
@@ -24,6 +24,7 @@ __all__ = [
     "CacheAnalysis",
     "ChainReasoning",
     "CommonWords",
+    "Conditions",
     "FactRecall",
     "FrequentWords",
     "Instructions",

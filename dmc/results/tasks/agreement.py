@@ -10,14 +10,14 @@ from pydantic import Field
 from torch import Tensor
 
 from dmc.config.settings import Count, checked_dataclass
-from dmc.results.tasks.base import Sample, SampleResult
+from dmc.results.tasks.base import Sample, SampleResult, Task
 from dmc.results.tasks.forking import answers_of, scores_of
 from dmc.results.tasks.prompts import Encoder, Haystack
 from dmc.runtime import Engine, SamplingParams
 
 
 @checked_dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(Task):
     """Compares greedy answers to questions about a text with those that the full cache gives.
 
     The full cache's cell is measured first, and its row keeps its answers. They are fed to each other method, token by

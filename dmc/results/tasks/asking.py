@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task
 from dmc.results.tasks.forking import answers_of
 from dmc.runtime import Engine, Generation, SamplingParams
 
@@ -31,7 +31,7 @@ class Turns(Sample):
     """Sampling parameters of the turns without an answer; None: they are only fed."""
 
 
-class Asking:
+class Asking(Task):
     """A task with greedy answers, no token of which is predicted by the prompt's own pass."""
 
     main_metric = "exact_match"

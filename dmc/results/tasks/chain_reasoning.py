@@ -14,7 +14,7 @@ from dmc.config.settings import Count, checked_dataclass
 from dmc.data import Problem, answer_of, draw_problem
 from dmc.data.chains import MOST_LINES, Forms
 from dmc.data.code import Split
-from dmc.results.tasks.base import Breakdown, Counts, Sample, SampleResult
+from dmc.results.tasks.base import Breakdown, Counts, Sample, SampleResult, Task
 from dmc.results.tasks.prompts import Encoder
 from dmc.results.tasks.voting import Chains, VotingOptions, vote_metrics, voted, write_chains
 from dmc.runtime import Engine, SamplingParams
@@ -28,7 +28,7 @@ class ProblemSample(Sample):
 
 
 @checked_dataclass(frozen=True, kw_only=True)
-class ChainReasoning(VotingOptions):
+class ChainReasoning(VotingOptions, Task):
     """Asks for solutions of the problems of `dmc.data.chains`, several to a problem, and votes.
 
     The problem is compressed without its last token, so that no token of a solution is predicted by the prompt's own

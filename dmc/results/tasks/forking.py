@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from dmc.results.tasks.base import Sample
+from dmc.results.tasks.base import Sample, by_prompt
 from dmc.runtime import Engine, Generation, SamplingParams
 from dmc.runtime.generation import Scoring
 from dmc.runtime.request import Keep, of_given_tokens
@@ -49,14 +49,6 @@ def scores_of(engine: Engine, samples: Sequence[Sample], keep: Keep) -> list[Sco
         scorings = _scored(engine, [samples[index] for index in indices], contexts, keep)
         found |= zip(indices, scorings, strict=True)
     return [found[index] for index in range(len(samples))]
-
-
-def by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the indices of samples with the same prompt, in the order of their first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(tuple(sample.prompt), []).append(index)
-    return [*groups.values()]
 
 
 Context = FrozenSession | list[int]

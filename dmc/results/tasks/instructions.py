@@ -18,7 +18,7 @@ from pydantic import Field, StrictInt
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.data import FactWriter
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task
 from dmc.results.tasks.cache_analysis import survivors
 from dmc.results.tasks.prompts import Encoder, Haystack
 from dmc.results.tasks.retrieval import COLORS, NAMES
@@ -50,7 +50,7 @@ class Orders(Sample):
     """Where in the prompt each instruction is."""
 
 
-class Obeying:
+class Obeying(Task):
     """A task whose answers show which instructions of a compressed prompt are obeyed.
 
     A context is one sample. A row has the share of obeyed orders by their name and `obeyed`, the mean of these; and

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dmc.config.settings import Count, checked_dataclass
 from dmc.data import DocumentSource, build_packed, framing_of
-from dmc.results.tasks.base import Breakdown, Sample, SampleResult, spread
+from dmc.results.tasks.base import Breakdown, Sample, SampleResult, Task, spread
 from dmc.runtime import Engine
 from dmc.runtime.request import of_given_tokens
 
 
 @checked_dataclass(frozen=True)
-class TextTask:
+class TextTask(Task):
     """A task over windows of text.
 
     Raises:

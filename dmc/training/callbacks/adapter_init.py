@@ -22,6 +22,7 @@ from dmc.training.callbacks.validation import draw_heatmap
 from dmc.training.config import RegressionInitConfig, SensitivityInitConfig
 from dmc.training.logit_histogram import LogitHistogram
 from dmc.training.measure import evaluating, score_text
+from dmc.training.stages import Plan
 
 SENSITIVITY_NAME = "head_sensitivity.json"
 SMALLEST_SCORE = 1e-12
@@ -140,11 +141,12 @@ def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: Reg
             module.strategy.set_rows(adapter.bias, adapter.decision_rows, biases)
 
     set_biases(offset)
-    if module.plan.total_steps:  # what trains begins near the ratio of its first step; a calibration follows it all
+    plan = Plan(module.config.training, module.config.target_ratio, module.config.compression)
+    if plan.total_steps:  # what trains begins near the ratio of its first step; a calibration follows it all
         histogram = LogitHistogram(offset)
         with trainer.precision_plugin.forward_context():
             score_text(model, batches, "decisions", ranks, histogram=histogram)
-        set_biases(2 * offset - histogram.offset_for(1 / module.plan.at(0).target_ratio))
+        set_biases(2 * offset - histogram.offset_for(1 / plan.at(0).target_ratio))
 
 
 @dataclass

@@ -23,6 +23,7 @@ from dmc.results.tasks import Sample
 from dmc.results.tasks.asking import Asking, Turns
 from dmc.training.after_step import AfterStep
 from dmc.training.measure import evaluating
+from dmc.training.stages import Plan
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Evaluation(AfterStep):
             ValueError: the text is too short, or a task is a conversation.
         """
         text: Any = trainer.datamodule  # type: ignore[attr-defined]
-        plan = pl_module.plan
+        config = pl_module.config
+        plan = Plan(config.training, config.target_ratio, config.compression)
         reached = [ratio for ratio in self.settings.ratios if ratio <= plan.target_ratio]
         self._steps = set(plan.ratio_steps(reached).values())
         (name, settings), *_ = text.config.data.validation.items()

@@ -15,6 +15,7 @@ from lightning import Callback, Trainer
 
 from dmc.ranks import ALONE
 from dmc.training.callbacks.save_last import SaveLast
+from dmc.training.optimizer_step import OptimizerStep
 
 REQUEUE_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals before the time limit (`--signal`): SIGUSR1 in our job files, SIGUSR2 under submitit."""
@@ -38,10 +39,11 @@ class Preemption(Callback):
 
     Args:
         save_last: writes the checkpoint.
+        optimizer_step: takes the run's steps.
     """
 
-    def __init__(self, save_last: SaveLast) -> None:
-        self.save_last = save_last
+    def __init__(self, save_last: SaveLast, optimizer_step: OptimizerStep) -> None:
+        self.save_last, self.optimizer_step = save_last, optimizer_step
         self.hosts = ALONE
         self._received: set[int] = set()
         self._before: dict[int, Any] = {}
@@ -63,7 +65,7 @@ class Preemption(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Agree with the other ranks after each micro-batch, the last one only once its step is done."""
-        if not pl_module.optimization.is_last_micro_batch:
+        if not self.optimizer_step.is_last_micro_batch:
             self.stop_if_signaled(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:

@@ -1,4 +1,9 @@
-"""Throughput and memory of a run."""
+"""Throughput and memory of a run.
+
+Lightning's `ThroughputMonitor` does not serve here: it times everything since the start (see
+`test_speed_counts_steps_and_waits_for_data_and_nothing_else`), and waits for the device after each step, which is to
+have the next one queued by then.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from lightning import LightningModule, Trainer
 from dmc.training.after_step import AfterStep
 from dmc.training.config import RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
+from dmc.training.optimizer_step import OptimizerStep
 
 
 class Throughput(AfterStep):
@@ -22,10 +28,11 @@ class Throughput(AfterStep):
 
     Args:
         config: the run.
+        optimizer_step: takes its steps.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, optimizer_step: OptimizerStep) -> None:
+        self.config, self.optimizer_step = config, optimizer_step
         self._steps = -1  # the first is a warm-up
         self._seconds = self._data_seconds = 0.0
         self._batch_started = self._flops = 0.0
@@ -33,7 +40,7 @@ class Throughput(AfterStep):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Note the start of a step; between it and the end of the one before the run has waited for data."""
         self._batch_started = time.perf_counter()
-        self._data_seconds += self._batch_started - pl_module.batch_ended
+        self._data_seconds += self._batch_started - self.optimizer_step.ended
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Add its time."""

@@ -157,7 +157,7 @@ class PlannerConfig:
     assumed_memory_gib: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 80.0
     """Its memory."""
     utilization: Annotated[StrictFloat, Field(gt=0, le=1)] = 0.35
-    """Model FLOPs per second over the device's peak (MFU); well-tuned runs of this size report 0.35 to 0.45."""
+    """Assumed model FLOPs per second over the data sheet's peak (MFU): measure yours; it changes only assumed times."""
 
 
 @checked_dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dmc.models.masked_attention import as_on
 from dmc.training.config import RunConfig
 from dmc.training.layer_kinds import has_experts, with_layers
 from dmc.training.module import RetrofitModule
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.planning.start_checks import model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.mesh import MeshStrategy
@@ -43,13 +44,15 @@ class FakeStep:
     def __init__(self, config: RunConfig, strategy: MeshStrategy, layers: Sequence[int]) -> None:
         self.config, self.strategy = config, strategy
         plan = Plan(config.training, config.target_ratio, config.compression)
+        self.last, self.optimization = plan.total_steps - 1, OptimizerStep(plan, config.training)
+        self._metrics: list[dict[str, Tensor]] = []
         shape = with_layers(model_shape(config), layers)
         dtype = getattr(torch, config.dtype)
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
         if config.gates is not None:
             model = retrofit(model, config.gates)
         model = _without_data(model)
-        self.module = RetrofitModule(model.train(), config, plan, strategy)
+        self.module = RetrofitModule(model.train(), config, strategy)
         self.module.model.lm_head.most_chunks = NUM_CHUNKS
         strategy.connect(self.module)
         if config.distillation is not None:
@@ -84,17 +87,18 @@ class FakeStep:
         batch = {"input_ids": input_ids, "position": list(range(len(input_ids))), "documents": None}
         if is_first:
             self.optimizer.zero_grad()
+            self._metrics.clear()
         waits = self.strategy.holds_parts and not is_last
         with self.strategy.block_backward_sync() if waits else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=self.strategy.precision == "bf16-mixed"):
-                loss = self.module.loss_at(self.module.plan.total_steps - 1, batch)
+                loss, metrics = self.module(self.optimization.schedule_at(self.last), batch)
             loss.backward()
+        self._metrics.append(metrics)
 
     def average_and_decide(self) -> None:
         """Norm and clipping of the gradients, before the optimizer's step."""
-        optimization = self.module.optimization
-        figures = optimization.average_and_decide(self.module, self.module.plan.total_steps - 1)
-        optimization.clip_or_skip(self.module, self.optimizer, figures)
+        figures = self.optimization.average_and_decide(self.module, self.last, self._metrics)
+        self.optimization.clip_or_skip(self.module, self.optimizer, figures)
 
 
 def _without_data(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,8 @@
-"""The plan of a run: memory of each rank, tokens, steps, GPU-hours, without loading a weight or starting anything."""
+"""The plan of a run: memory of each rank, tokens, steps, disk, without loading a weight or starting anything.
+
+Memory is that of a step on tensors without data (`fake_step.py`). Times are not measured: what holds them is named
+`assumed`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 from dmc.training.planning.disk import Disk, plan_disk
 from dmc.training.planning.peak_memory import Memory, plan_memory
-from dmc.training.planning.proposal import Proposal, propose
+from dmc.training.planning.proposal import BETWEEN_NODES, Proposal, propose
 from dmc.training.planning.start_checks import check_start, model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.devices import devices_per_node
@@ -91,15 +95,15 @@ class TrainingPlan:
     """Compression ratio of the layers that can be compressed."""
     sequence_ratio: float
     """That of all keys and values at the end of a training sequence, those of windows included."""
-    utilization: float
-    """Share of the device's peak that is assumed to be reached."""
     flops_per_step: float
     """Floating-point operations of an optimizer step, on all devices."""
-    step_seconds: float | None
-    """FLOPs of a step / (devices * peak * utilization); None: the device's peak is not known."""
-    hours: float | None
+    assumed_utilization: float
+    """Share of the data sheet's peak that is reached, `planner.utilization`."""
+    assumed_step_seconds: float | None
+    """FLOPs of a step / (devices * peak * assumed utilization); None: the device's peak is not known."""
+    assumed_hours: float | None
     """Of all steps."""
-    gpu_hours: float | None
+    assumed_gpu_hours: float | None
     disk: Disk
 
     def refuse_what_does_not_fit(self, config: RunConfig) -> None:
@@ -181,11 +185,11 @@ def plan_training(config: RunConfig, planner: PlannerConfig) -> TrainingPlan:
         steps=steps,
         target_ratio=config.target_ratio,
         sequence_ratio=sequence_ratio(config.target_ratio, training.sequence_length, layer_windows(model)),
-        utilization=planner.utilization,
         flops_per_step=flops_per_step,
-        step_seconds=step_seconds,
-        hours=hours,
-        gpu_hours=None if hours is None else hours * num_devices,
+        assumed_utilization=planner.utilization,
+        assumed_step_seconds=step_seconds,
+        assumed_hours=hours,
+        assumed_gpu_hours=None if hours is None else hours * num_devices,
         disk=plan_disk(config, memory, stored, behind),
     )
 
@@ -222,8 +226,10 @@ def proposal_line(better: Proposal, plan: TrainingPlan) -> str:
     """Say what would be better, in one line."""
     name = "gathers" if plan.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") else "passes"
     peak = f"peak {better.memory.total / GIB:.1f} of {plan.device.memory_gib:.1f} GiB"
+    assumed = f"; assumed: a byte between nodes costs {BETWEEN_NODES} times one inside" if better.crosses_nodes else ""
     return (
-        f"better: {' '.join(better.settings)} ({peak}, {better.passes} {name} a step instead of {plan.micro_batches})"
+        f"better: {' '.join(better.settings)} ({peak}, {better.passes} {name} a step instead of {plan.micro_batches}"
+        f"{assumed})"
     )
 
 
@@ -254,14 +260,12 @@ def plan_table(plan: TrainingPlan) -> str:
             f"{plan.sequence_ratio:.2f} of all keys and values of a training sequence"
         )
     time = f"time: {plan.flops_per_step:.2g} FLOPs a step; "
-    if plan.step_seconds is None:
+    if plan.assumed_step_seconds is None:
         time += f"the peak of {device.name} is not known"
     else:
-        time += (
-            f"at {plan.utilization:.0%} of the peak (planner.utilization, an assumption) {plan.step_seconds:,.1f} s "
-        )
-        time += f"a step, {plan.hours:,.1f} hours, {plan.gpu_hours:,.0f} GPU-hours"
-        time += ", without validation, initialization and export"
+        time += f"assumed, at {plan.assumed_utilization:.0%} of the data sheet's peak (planner.utilization): "
+        time += f"{plan.assumed_step_seconds:,.1f} s a step, {plan.assumed_hours:,.1f} hours, "
+        time += f"{plan.assumed_gpu_hours:,.0f} GPU-hours, without validation, initialization and export"
     return "\n".join([*lines, time])
 
 

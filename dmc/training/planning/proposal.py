@@ -11,8 +11,9 @@ from dmc.training.planning.peak_memory import Memory
 
 HEADROOM = 0.1
 """Share of a device's memory that a proposal leaves free."""
-IN_NODE, BETWEEN_NODES = 450e9, 50e9
-"""Bytes per second that a GPU sends: an H100's NVLink, and its adapter of 400 Gb/s. Their ratio decides."""
+BETWEEN_NODES = 9
+"""Assumed cost of a byte sent between nodes, in bytes sent in one: data sheets give an H100's NVLink 450 GB/s and its
+adapter 50 GB/s. Nothing here predicts a time."""
 FIXED = ("weights", "gradients", "optimizer states", "teacher", "gathered weights", "gradients on their way", "buckets")
 """Components that do not grow with the micro-batch."""
 
@@ -58,6 +59,8 @@ class Proposal:
     memory: Memory
     passes: int
     """Micro-batches of each rank for one optimizer step; divided weights are gathered for each of them."""
+    crosses_nodes: bool = False
+    """Whether ranks of several nodes communicate, so that the choice rests on `BETWEEN_NODES`."""
 
 
 def propose(
@@ -102,7 +105,8 @@ def propose(
         peaks.add(best, traced[best])
     if best is None or best == current:
         return None
-    return Proposal(best.settings(current), traced[best], _passes(best.of_run(config), num_local))
+    passes = _passes(best.of_run(config), num_local)
+    return Proposal(best.settings(current), traced[best], passes, config.trainer.num_nodes > 1)
 
 
 class _Peaks:
@@ -177,7 +181,7 @@ def _passes(config: RunConfig, num_local: int) -> int:
 
 
 def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
-    """Return the seconds that a rank sends in a step, if nothing is hidden behind computation, and its passes.
+    """Return the bytes that a rank sends in a step, those between nodes `BETWEEN_NODES` times, and its passes.
 
     Weights are gathered for forward and for backward, a teacher's for forward; gradients are float32.
     """
@@ -187,6 +191,6 @@ def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int
     gathered = computed * memory.num_weights * (2 if config.distillation is None else 3) / tensor
     gradients = 4 * memory.num_trained / tensor
     sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients
-    seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
-    seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
-    return seconds, passes
+    cost = (1 - 1 / shard) * sent * (1 if shard * tensor <= num_local else BETWEEN_NODES)
+    cost += 2 * (1 - 1 / copies) * gradients / shard * (1 if trainer.num_nodes == 1 else BETWEEN_NODES)
+    return cost, passes

@@ -53,6 +53,8 @@ class Parallelism:
     """Device of this rank, set by Lightning."""
     lightning_module: Any
     """The run's module, set by Lightning."""
+    take_step: Callable[[list[dict[str, Any]]], None]
+    """Takes an optimizer step on its micro-batches, set by `OptimizerStep`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.run_config = config
@@ -108,9 +110,9 @@ class Parallelism:
         """Return the gradient norm before clipping, a scalar; with `clips_in_optimizer` that of the last step."""
         return gradient_norm(module)
 
-    def training_step(self, *arguments: Any) -> None:
-        """Take an optimizer step: its forward passes enter autocast and the wrapped model by themselves."""
-        self.lightning_module.training_step(*arguments)
+    def training_step(self, batch: list[dict[str, Any]], *_: Any) -> None:
+        """Take an optimizer step: Lightning gives each batch, which is a step's micro-batches, to the strategy."""
+        self.take_step(batch)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Leave the weights to `save_checkpoint`."""

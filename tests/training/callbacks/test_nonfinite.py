@@ -20,23 +20,25 @@ from dmc.training.run import train
 @pytest.fixture
 def spoil_gradients(monkeypatch):
     """Make the gradients of some steps not a number, by their first micro-batch; tell what each step saw."""
-    plain = RetrofitModule.loss_at
+    plain = RetrofitModule.training_step
 
     def arrange(*steps):
         seen = {}
 
-        def loss_at(self, step, batch):
-            if self._trainer is not None and not self.micro_batch_metrics:
+        def training_step(self, schedule, batch):
+            step = schedule.step
+            is_first = step not in seen
+            if is_first:
                 state = self.trainer.optimizers[0].state_dict()["state"]
                 seen[step] = copy.deepcopy((self.model.state_dict(), state))
-            loss = plain(self, step, batch)
-            return loss * (float("nan") if step in steps and len(self.micro_batch_metrics) == 1 else 1.0)
+            loss, metrics = plain(self, schedule, batch)
+            return loss * (float("nan") if step in steps and is_first else 1.0), metrics
 
-        monkeypatch.setattr(RetrofitModule, "loss_at", loss_at)
+        monkeypatch.setattr(RetrofitModule, "training_step", training_step)
         return seen
 
     yield arrange
-    monkeypatch.setattr(RetrofitModule, "loss_at", plain)
+    monkeypatch.setattr(RetrofitModule, "training_step", plain)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     trainer = FakeTrainer(rank)
     trainer.global_step = 3  # whole steps: the next one is under way
-    with Preemption(FakeSaver()) as preemption:
+    with Preemption(FakeSaver(), None) as preemption:
         preemption.on_train_start(trainer, ALONE_MODULE)
         preemption.stop_if_signaled(trainer, None)
         assert not trainer.saved
@@ -111,7 +111,7 @@ def test_signal_is_acted_upon_after_the_micro_batch_in_which_it_comes(
 
 def test_signal_before_the_first_step_is_done_stops_with_nothing_to_save():
     trainer = FakeTrainer()
-    with Preemption(FakeSaver()) as preemption:
+    with Preemption(FakeSaver(), None) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)  # while the model is loaded: the default would kill
         preemption.on_train_start(trainer, ALONE_MODULE)
         with pytest.raises(PreemptedError, match="with nothing to save yet"):

@@ -6,7 +6,7 @@ from launching import logged
 from dmc.config import build_config
 from dmc.data import Shuffled
 from dmc.models import load_model
-from dmc.training import module
+from dmc.training import optimizer_step
 from dmc.training.callbacks import throughput
 from dmc.training.callbacks.validation import Validation
 from dmc.training.config import RunConfig
@@ -19,7 +19,7 @@ from dmc.training.run import train
 def clock(monkeypatch):
     """Let time pass only where a part of a run is told to take some."""
     now = [0.0]
-    for timed in (throughput, module):
+    for timed in (throughput, optimizer_step):
         monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def takes(owner, name, seconds):
@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def test_speed_counts_steps_and_waits_for_data_and_nothing_else(run_values, clock):
-    clock(RetrofitModule, "loss_at", 3.0)  # twice per step
+    clock(RetrofitModule, "training_step", 3.0)  # twice per step
     clock(Shuffled, "__getitem__", 0.5)  # four times per step
     clock(Validation, "log_score", 1000.0)
     run_values["training"] |= {"log_every_steps": 2, "activation_checkpointing": True}

@@ -25,7 +25,7 @@ def test_an_experiment_of_each_strategy_has_the_settings_that_its_plan_proposes(
     config = composed(f"experiment={name}", *devices)
     found = plan_training(config, PlannerConfig(**assumed))
     assert found.memory.total <= (1 - HEADROOM) * assumed["device_memory_gib"] * GIB
-    assert found.step_seconds > 0
+    assert found.assumed_step_seconds > 0
     better = propose_settings(config, found)
     assert better is None, proposal_line(better, found)
 
