@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import pandas
 from pydantic import Field, StrictFloat
 
+from dmc.config import build_config
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.policies.protection import Protection
@@ -24,6 +26,7 @@ from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
 from dmc.results.tables import RATIO_TOLERANCE, markdown, texts_of, write_tables
 from dmc.results.tasks.prompts import Encoder
+from dmc_cli.hydra_command import CONFIGS
 
 AUDIT = "audit.md"
 """Claims and counters, beside the tables."""
@@ -269,3 +272,8 @@ def measure_speeds(settings: SpeedSettings, cells: Sequence[Cell], rows: Sequenc
         )
     if decoders:
         yield from time_interleaved(decoders, settings.batch_size, config)
+
+
+def main(settings: Any) -> None:
+    """Run an audit; it ends non-zero where a claim is false, or nothing was compressed."""
+    sys.exit(run_audit(build_config(AuditConfig, settings), CONFIGS))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dmc.commands.report import collect
+from dmc.commands.collect import collect
 
 LOG = "step,train/loss,train/target_ratio,train/achieved_ratio\n1,2.0,1.0,1.0\n2,1.9,2.0,1.8\n3,1.8,4.0,3.5\n"
 
