@@ -18,8 +18,8 @@ from pydantic import Field, StrictBool, StrictInt
 from tqdm import tqdm
 
 from dmc.config import build_config
+from dmc.config.processor import available_cores
 from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass, suggest
-from dmc.data.cache import available_cores
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of

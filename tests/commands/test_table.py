@@ -81,7 +81,7 @@ def test_hydra_shows_what_can_be_set(monkeypatch, capsys):
         ("dmc ", {"train", "import-gguf", "gpu-check"}),
         ("dmc im", {"import-gguf", "import-megatron"}),
         ("dmc train trainer=cpu_", {"trainer=cpu_bf16"}),
-        (".venv/bin/dmc compare experiment=quickst seed=1 over", {"overwrite="}),
+        (".venv/bin/dmc compare experiment=quickstart_compare seed=1 over", {"overwrite="}),
         ("dmc quickstart b", set()),
         ("dmc nonesuch b", set()),
     ],
