@@ -97,6 +97,7 @@ def test_a_shell_learns_to_complete_by_hydras_function(monkeypatch, capsys):
     assert shown.rstrip().endswith("-F hydra_bash_completion dmc")
 
 
+@pytest.mark.slow
 def test_a_command_runs_as_a_module_a_file_and_by_name(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     said = []
