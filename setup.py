@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: `configs` and `scripts` become packages, and a wheel may bring kernels.
+"""What pyproject.toml cannot say: `configs` becomes a package, and a wheel may bring kernels.
 
 `DMC_CPU_KERNELS=1 pip wheel .` compiles dmc/kernels/cpu.cpp for x86-64 with AVX2 and with AVX-512: a wheel of this
 platform. Else the wheel holds for all platforms, and the kernels are compiled on first use.
@@ -48,7 +48,7 @@ class Wheel(bdist_wheel):
 
 
 setup(
-    packages=[*find_packages(include=["dmc*"]), "dmc.configs", "dmc_scripts"],
+    packages=[*find_packages(include=["dmc*"]), "dmc.configs"],
     cmdclass={"build_py": Build, "bdist_wheel": Wheel},
     distclass=Package,
 )

@@ -1,8 +1,8 @@
 """What whoever gets a GPU runs first, in parts of at most nine minutes each, the most telling first.
 
-python scripts/gpu_check.py                                  (all, in their order; without a GPU: the table of parts)
-python scripts/gpu_check.py --minutes 15                     (as many of them as fit)
-python scripts/gpu_check.py --part attention loss --output DIR
+dmc gpu-check                                  (all, in their order; without a GPU: the table of parts)
+dmc gpu-check --minutes 15                     (as many of them as fit)
+dmc gpu-check --part attention loss --output DIR
 
 Every part is a process of its own with a time limit, so that one that fails or hangs stops no other. Every figure is
 written at once, as a line of JSON in `<part>.jsonl`, whose first line says hardware, versions and command; a figure
@@ -10,8 +10,8 @@ that fails is a line too. After each part `gpu_check.md` and `gpu_check.json` ha
 the folder, those of earlier commands included. On a machine without a package index `scripts/gpu_bundle.sh` brings the
 packages. To try the program itself on a CPU:
 
-python scripts/gpu_check.py --device cpu --tiny
-TRITON_INTERPRET=1 python scripts/gpu_check.py --device cpu --tiny --part parity
+dmc gpu-check --device cpu --tiny
+TRITON_INTERPRET=1 dmc gpu-check --device cpu --tiny --part parity
 """
 
 from __future__ import annotations

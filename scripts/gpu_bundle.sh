@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs what scripts/gpu_check.py needs on a machine that has torch and transformers, but no package index:
+# Packs what dmc gpu-check needs on a machine that has torch and transformers, but no package index:
 #   ./scripts/gpu_bundle.sh [FOLDER]     (gpu_bundle)
 # writes FOLDER/parcel-1, parcel-2, ..., each of at most 60 MiB, with the wheels and SmolLM2-135M-Instruct in two halves.
 # There, with one or several parcels side by side:   bash parcel-1/install.sh

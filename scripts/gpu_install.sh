@@ -17,4 +17,4 @@ fi
 cat $(printf '%s\n' "${halves[@]}" | awk -F/ '{ print $NF, $0 }' | sort | cut -d' ' -f2-) >"$model.part"
 mv "$model.part" "$model"
 sha256sum --check --quiet "$(dirname "${halves[0]}")/model.sha256" || { rm -f "$model" && exit 1; }
-echo "$PWD/$model: give it to scripts/gpu_check.py as --model"
+echo "$PWD/$model: give it to dmc gpu-check as --model"

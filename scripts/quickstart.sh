@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
 setup_environment train,gguf,serve
-exec .venv/bin/python scripts/quickstart.py "$@"
+exec .venv/bin/dmc quickstart "$@"

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_environment.sh
 setup_environment train,gguf
-exec .venv/bin/python scripts/import_gguf.py package=smollm2_135m output=outputs/models/smollm2-135m "$@"
+exec .venv/bin/dmc import-gguf package=smollm2_135m output=outputs/models/smollm2-135m "$@"

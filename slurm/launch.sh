@@ -66,7 +66,7 @@ is_refused() {
     grep -qE ': tasks? [0-9,-]+: Exited with exit code 1$' "$1"
 }
 
-# is_crash FILE: a rank was killed, or ended with status 70 (a failure of the machine, see scripts/train.py).
+# is_crash FILE: a rank was killed, or ended with status 70 (a failure of the machine, see dmc/commands/train.py).
 is_crash() {
     case $(first_failure "$1") in
         *'Exited with exit code 70') ! is_refused "$1" ;;

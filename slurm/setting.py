@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-from hydra_command import CONFIGS, exit_in_one_line
+from dmc_cli.hydra_command import CONFIGS, exit_in_one_line
 
 try:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):

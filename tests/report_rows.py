@@ -17,7 +17,7 @@ POLICIES = ("streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "cam", "d2o"
 PROMPT_METHODS, READERS, UNEVEN = ("snapkv", "ada_snapkv"), ("quest",), ("ada_snapkv",)
 LENGTHS, DEPTHS = [512, 1024, 2048, 4096], [0.0, 0.25, 0.5, 0.75, 1.0]
 PROVENANCE = {
-    "command": "python scripts/compare.py 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
+    "command": "dmc compare 'models={base: DIR, retrofit: DIR}' policies=[full,h2o]",
     "versions": {"python": "3.11.7", "torch": "2.13.0"},
     "git_commit": "0123456789abcdef",
     "machine": "x86_64 Linux",
@@ -125,7 +125,7 @@ def lm_eval_row(policy, ratio, benchmark, task, value, **changes):
 def benchmark_rows(**task):
     """Return three decoders at three batch sizes, and a largest batch."""
     rows = []
-    command = {"provenance": PROVENANCE | {"command": "python scripts/benchmark.py prompt_length=4096"}}
+    command = {"provenance": PROVENANCE | {"command": "dmc benchmark prompt_length=4096"}}
     decoders = (("engine CR 1", 1.0, 1.2), ("engine CR 4", 4.0, 2.6), ("hugging face, static cache", 1.0, 1.0))
     for name, ratio, speed in decoders:
         settings = {"model": {"path": None}, "policy": {"ratio": ratio}, "task": task}

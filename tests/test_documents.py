@@ -8,27 +8,38 @@ import pytest
 from composing import settings_of
 from documents import PAGES, ROOT, TEXT, commands
 
-SCRIPTS = [command for command in commands() if re.match(r"(python scripts|\./scripts)/", command)]
+from dmc_cli.table import COMMANDS, spelled
+
+COMMAND_LINES = [line for line in commands() if re.match(r"dmc [a-z]|\./scripts/", line)]
 JOBS = [
     found.groups() for command in commands() if (found := re.search(r"sbatch .*?(slurm/\w+\.sbatch) ?(.*)", command))
 ]
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
-def test_every_command_names_a_script_and_settings_that_exist(command):
-    words = [word for word in shlex.split(command) if word not in ("python", "-m")]
-    script = ROOT / words[0]
-    assert script.is_file()
-    if script.suffix == ".py" and not (ROOT / "configs" / f"{script.stem}.yaml").is_file():
-        assert len(words) == 1  # it has no settings
-    elif script.suffix == ".py":
-        overrides = words[1:]
-        if "-m" in shlex.split(command):  # of a sweep the first value
-            overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
-        settings_of(script.stem, *overrides)
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_every_command_and_its_settings_exist(command):
+    program, *words = shlex.split(command)
+    if program != "dmc":
+        assert (ROOT / program).is_file()
+        return
+    name = words[0].replace("-", "_")
+    assert words[0] == spelled(name) and name in COMMANDS
+    overrides = [word for word in words[1:] if word != "-m"]
+    if "-m" in words:  # of a sweep the first value
+        overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
+    if COMMANDS[name].has_settings:
+        settings_of(name, *overrides)
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
+def test_pages_spell_commands_in_one_way():
+    lines = [line for line in commands() if re.search(r"\bscripts/\w+\.py", line)]
+    assert [line for line in lines if not re.match(r"torchrun |scripts/\w+\.py$", line)] == []
+    assert not re.search(
+        r"dmc-(train|demo|compare|serve|generate)\b|`\w*(train|compare|serve|generate|report)\.py`", TEXT
+    )
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
 def test_every_command_is_pasted_into_bash_and_zsh_as_it_is(command):
     outside = re.sub(r"'[^']*'", "", command)
     assert not set(outside) & set("[]{}*?~"), command
@@ -117,7 +128,7 @@ def test_results_are_ten_tables_each_with_a_command_and_what_it_says():
     assert [int(table.split(".")[0]) for table in tables] == [*range(1, 11)] and "\n|" not in before
     for table in tables:
         above, rows, below = re.match(r"(.*?)((?:\n\|[^\n]*)+)\n(.*)", table, flags=re.S).groups()
-        assert re.search(r"(python scripts|\./scripts)/", above), above
+        assert re.search(r"`dmc |\ndmc |\./scripts/", above), above
         assert below.startswith("\n- ") and "\n|" not in below
         assert rows.count("\n") > 4
 

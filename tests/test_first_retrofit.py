@@ -118,8 +118,8 @@ def ask_server(monkeypatch):
 
 def read_command(line, stand_in):
     """Return the script of a command and its words: the stand-in in place of the model, and less of everything."""
-    _, script, *words = shlex.split(line.replace(BASE["path"], str(stand_in)))
-    name = script.removeprefix("scripts/")
+    _, command, *words = shlex.split(line.replace(BASE["path"], str(stand_in)))
+    name = f"{command}.py"
     words = [
         re.sub(r"context_tokens: \d+", "num_samples: 1, context_tokens: 24, scored_tokens: 8", word) for word in words
     ]
@@ -143,7 +143,7 @@ def test_the_commands_of_the_page_lead_to_a_served_model(
     lines = [line for block in BLOCKS for line in block.splitlines()]
     done = []
     for line in lines:
-        if line.startswith("python") and "outputs/curves" not in line:  # the picture's are of another model
+        if line.startswith("dmc ") and "outputs/curves" not in line:  # the picture's are of another model
             name, words = read_command(line, stand_in)
             done.append(name)
             if name == "serve.py":
@@ -198,10 +198,10 @@ def test_the_commands_for_two_cores_have_settings_that_exist():
     lines = [line for block in re.findall(r"```bash\n(.*?)```", ON_CPU, flags=re.S) for line in block.splitlines()]
     seen = []
     for line in lines:
-        if line.startswith("python"):
-            _, script, *words = shlex.split(line)
-            seen.append(script.removeprefix("scripts/").removesuffix(".py"))
-            settings_of(seen[-1], *words)
+        if line.startswith("dmc "):
+            _, command, *words = shlex.split(line)
+            seen.append(command)
+            settings_of(command, *words)
     assert {*seen} == {"train", "collect", "compare", "demo", "generate", "serve"}
     config = composed("experiment=smollm2/cr4")
     lengths = dict(Plan(config.training, config.target_ratio, config.compression).lengths())

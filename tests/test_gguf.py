@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dmc.gguf
 from dmc import load_model
+from dmc.commands.export_megatron import ExportConfig
 from dmc.commands.generate import GenerateConfig
-from dmc.commands.megatron import ExportConfig
 from dmc.commands.plan import CapacityConfig
 from dmc.gguf import describe, import_gguf, local_model
 from dmc.models.loading import load_tokenizer, load_with_tokenizer

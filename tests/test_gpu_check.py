@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from gpu_check import PARTS  # noqa: E402
 from gpu_parts import attention, profiling, runs  # noqa: E402
 from gpu_parts.place import Figure, Place, row  # noqa: E402
 from parity import GATES, SETTINGS  # noqa: E402
+
+import dmc_cli.gpu_check  # noqa: E402
 
 WRITES = "import sys, json, pathlib; open(sys.argv[-1], 'a').write(json.dumps({'part': pathlib.Path(sys.argv[-1]).stem, 'measured': 'a', 'value': 2.0, 'unit': 's', 'beside': '', 'holds': True}) + chr(10)); "  # noqa: E501
 
@@ -111,10 +112,9 @@ def test_a_wrong_argument_is_one_line(arguments, tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_of_a_wheel_without_benchmarks_says_what_it_needs(tmp_path, monkeypatch):
-    script = runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))["main"]
-    monkeypatch.setitem(script.__globals__, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(dmc_cli.gpu_check, "BENCHMARKS", tmp_path / "benchmarks")
     with pytest.raises(SystemExit, match=r"error: .*benchmarks does not exist: .* of a checkout; clone"):
-        script()
+        dmc_cli.gpu_check.main([])
 
 
 def test_gates_that_are_drawn_hold_a_quarter():

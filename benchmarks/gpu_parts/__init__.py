@@ -1,1 +1,1 @@
-"""The parts of `scripts/gpu_check.py`: what each measures."""
+"""The parts of `dmc gpu-check`: what each measures."""

@@ -1,1 +1,1 @@
-"""What the commands do beyond calling one function of the package."""
+"""A module per command of `dmc_cli/table.py`: its settings and its `main`, which takes their values."""

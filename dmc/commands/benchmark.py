@@ -37,3 +37,8 @@ def _models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
     gates = CompressionConfig(delay=config.delay)
     models = {ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), gates) for ratio in config.ratios}
     return models, twin(stock) if config.hugging_face else None
+
+
+def main(settings: Any) -> None:
+    """Measure, and print the report."""
+    print(benchmark(settings))

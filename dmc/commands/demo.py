@@ -18,6 +18,7 @@ from pydantic import StrictBool, StrictInt
 from torch import Tensor
 
 from dmc.budget import Budget
+from dmc.config import build_config
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.files import refuse_occupied
 from dmc.gguf import ModelName
@@ -241,3 +242,8 @@ def _shown(piece: str, share: float, colors: bool) -> str:
     shade = SHADES[bisect.bisect(LEVELS, share)]
     # A background that runs to the edge of the line after a line's end would color what nobody holds.
     return "\n".join(f"\x1b[48;5;{shade}m{part}{RESET}" if part else "" for part in piece.split("\n"))
+
+
+def main(settings: Any) -> None:
+    """Show the demonstration."""
+    demo(build_config(DemoConfig, settings))

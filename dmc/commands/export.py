@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool
 
+from dmc.config import build_config
 from dmc.config.settings import Count, OutputFolder, Ratio, checked_dataclass
 from dmc.training.export import export_checkpoint
 
@@ -55,3 +56,8 @@ def export(config: ExportConfig) -> Path:
         push_to_hub=config.push_to_hub,
         merge=config.merge,
     )
+
+
+def main(settings: Any) -> None:
+    """Export, and say where."""
+    print(f"exported {export(build_config(ExportConfig, settings))}")

@@ -1,4 +1,8 @@
-"""Read a text into the compressed cache, carry it, continue a prompt: with learned gates or a training-free policy."""
+"""Read a text into the compressed cache, carry it, continue a prompt: with learned gates or a training-free policy.
+
+Read a text once: context=notes.txt save=outputs/caches/notes, and from then on context=outputs/caches/notes.
+A model too large for one device: torchrun --nproc-per-node 2 scripts/generate.py model=DIR prompt='import os'.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 import torch
 from pydantic import StrictBool, StrictFloat, StrictInt
 
+from dmc.config import build_config
 from dmc.config.settings import OutputFolder, checked_dataclass
 from dmc.gguf import ModelName
 from dmc.models import load_model
@@ -145,3 +150,8 @@ def _load(config: GenerateConfig) -> Any:
     if torch.distributed.is_torchelastic_launched():
         return load_shard(config.model, config.dtype, revision=config.revision)
     return load_model(config.model, dtype=config.dtype, revision=config.revision)
+
+
+def main(settings: Any) -> None:
+    """Generate."""
+    generate(build_config(GenerateConfig, settings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from dmc.budget import sequence_ratio
 from dmc.compression import CompressionConfig
 from dmc.compression.full_attention import layer_windows
+from dmc.config import build_config
 from dmc.config.settings import Count, NonNegative, Positive, Ratio, checked_dataclass
 from dmc.gguf import ModelName
 from dmc.models import retrofit
@@ -65,3 +66,8 @@ def print_capacity(config: CapacityConfig) -> None:
         print(f"\nCR is that of {full} of {len(windows)} layers, which attend to all tokens.", end=" ")
         print(f"Of all keys and values of {config.context:,} tokens it is {', '.join(of_all)}.")
     print("\nEvery head is taken to hold as much; heads that differ need up to half a block more.")
+
+
+def main(settings: Any) -> None:
+    """Print the table of a model and a GPU."""
+    print_capacity(build_config(CapacityConfig, settings))

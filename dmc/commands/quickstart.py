@@ -5,6 +5,8 @@ Its model is a pretrained one that the package index has, or a tiny one that it 
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from typing import Any
 import pandas
 import transformers
 
-from dmc.commands.gguf import ImportConfig
+from dmc.commands.import_gguf import ImportConfig
 from dmc.config import build_config
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
@@ -142,13 +144,21 @@ def _told(line: pandas.Series) -> str:
 
 def closing_words(final: Path) -> str:
     """Return the commands to go on with: to chat, or to write, and to serve."""
-    here = Path("scripts/generate.py").is_file()
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    generate, serve = (f"{python} scripts/{name}.py" if here else f"dmc-{name}" for name in ("generate", "serve"))
+    dmc = pasted_command()
     is_chat = (final / "chat_template.jinja").is_file()
     ask = f"chat=true prompt='{QUESTION}'" if is_chat else f"prompt='{PROMPT}'"
     return (
-        f"{'Chat' if is_chat else 'Write'} with the compressed model:\n  {generate} model={final} {ask}\n"
-        f"Serve it, with OpenAI's API and a chat page at http://127.0.0.1:8000:\n  {serve} model={final}"
+        f"{'Chat' if is_chat else 'Write'} with the compressed model:\n  {dmc} generate model={final} {ask}\n"
+        f"Serve it, with OpenAI's API and a chat page at http://127.0.0.1:8000:\n  {dmc} serve model={final}"
     )
+
+
+def pasted_command() -> str:
+    """Return how a shell here finds `dmc`: by its name, by the path beside this Python, or as a module of it."""
+    python, here = Path(sys.executable), Path.cwd()
+    program = python.with_name("dmc")
+    if (found := shutil.which("dmc")) and Path(found).parent == python.parent:
+        return "dmc"
+    chosen = program if program.is_file() else python
+    chosen = chosen.relative_to(here) if chosen.is_relative_to(here) else chosen
+    return shlex.quote(str(chosen)) + ("" if program.is_file() else " -m dmc")

@@ -17,14 +17,16 @@ from typing import Annotated, Any
 from pydantic import Field, StrictBool, StrictInt
 from tqdm import tqdm
 
+from dmc.config import build_config
+from dmc.config.processor import available_cores
 from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass, suggest
-from dmc.data.cache import available_cores
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods, plan_tasks
 from dmc.results.measurement import FULL
 from dmc.training.model_folder import is_final
+from dmc_cli.hydra_command import CONFIGS
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""
@@ -41,11 +43,11 @@ class StudyConfig:
     """
 
     bases: Named[list[str]]
-    """Arguments of `scripts/train.py` by name; bases are trained one after the other, before all runs."""
+    """Arguments of `dmc train` by name; bases are trained one after the other, before all runs."""
     runs: Named[list[str]]
-    """Arguments of `scripts/train.py` by name; `control` is one of them."""
+    """Arguments of `dmc train` by name; `control` is one of them."""
     policies: list[Any]
-    """Training-free methods on the controls, as `scripts/compare.py` has them; `full` among them."""
+    """Training-free methods on the controls, as `dmc compare` has them; `full` among them."""
     budgets: list[Any]
     """Budgets of the policies; a budget in a run's bytes, `bytes:best_cr4`, waits for that run."""
     tasks: list[Any]
@@ -86,7 +88,7 @@ class StudyRun:
     """Seed of the run; None: a base."""
     folder: Path
     arguments: tuple[str, ...]
-    """Arguments of `scripts/train.py`."""
+    """Arguments of `dmc train`."""
 
     @property
     def label(self) -> str:
@@ -108,13 +110,13 @@ class StudyRun:
         """Whether the model of the last step is exported, with all of its weights."""
         return is_final(self.final)
 
-    def train(self, script: Path, threads: int) -> bool:
-        """Run `scripts/train.py` and return whether it has finished."""
+    def train(self, threads: int) -> bool:
+        """Run `dmc train` and return whether it has finished."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # threads that wait spin by default: beside any other process that made a step 20 to 50 times as slow
         environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | {"OMP_NUM_THREADS": str(threads)}
         with self.log.open("a") as log:
-            command = [sys.executable, str(script), *self.arguments]
+            command = [sys.executable, "-m", "dmc", "train", *self.arguments]
             print("$", *command, file=log, flush=True)
             return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
 
@@ -136,12 +138,11 @@ def _plan(config: StudyConfig, name: str, seed: int | None, arguments: Sequence[
     return StudyRun(name, seed, folder, (*arguments, *config.arguments, *output))
 
 
-def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[StudyRun]:
+def train_runs(runs: Sequence[StudyRun], processes: int) -> list[StudyRun]:
     """Train unfinished runs; a stopped run resumes.
 
     Args:
         runs: runs in the order of their start.
-        script: `scripts/train.py`.
         processes: number of runs at the same time.
     Returns:
         The runs that failed; their output is in `StudyRun.log`.
@@ -151,7 +152,7 @@ def train_runs(runs: Sequence[StudyRun], script: Path, processes: int) -> list[S
     with ThreadPoolExecutor(processes) as pool, tqdm(total=len(waiting), unit="run", smoothing=0) as bar:
 
         def train(run: StudyRun) -> bool:
-            finished = run.train(script, threads)
+            finished = run.train(threads)
             bar.write(f"{run.label}: {'finished' if finished else f'failed, see {run.log}'}", file=sys.stderr)
             bar.update()
             return finished
@@ -214,25 +215,29 @@ def _grid(config: StudyConfig, models: dict[str, Any], budgets: list[Any]) -> Co
     )  # fmt: skip
 
 
-def run_study(config: StudyConfig, script: Path, configs: Path) -> str | None:
+def run_study(config: StudyConfig, configs: Path) -> str | None:
     """Train what is not finished, measure, and print the tables.
 
     Args:
         config: the study.
-        script: `scripts/train.py`.
         configs: folder of all settings.
     Returns:
         What has failed; None: nothing.
     """
     check_measurements(config, configs)
     for base in plan_bases(config):  # each may start from the one before
-        if train_runs([base], script, processes=1):
+        if train_runs([base], processes=1):
             return f"error: {base.label} failed, see {base.log}"
     runs = plan_runs(config)
-    failed = train_runs(runs, script, config.processes)
+    failed = train_runs(runs, config.processes)
     try:
         print(evaluate_runs(config, [run for run in runs if run.is_finished], configs))
     finally:
         if names := [f"{run.label} ({run.log})" for run in failed]:
             print(f"failed: {', '.join(names)}", file=sys.stderr)
     return f"error: {len(failed)} trainings failed" if failed else None
+
+
+def main(settings: Any) -> None:
+    """Run a study; it ends non-zero where a training failed."""
+    sys.exit(run_study(build_config(StudyConfig, settings), CONFIGS))

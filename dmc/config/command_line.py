@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ INPUT_ERRORS = (
 """Errors of wrong settings and damaged files; any other error is a defect, and shows its stack."""
 
 
-def run_task(function: Callable[[Any], None], settings: DictConfig, on_devices: bool, shows_stack: bool) -> None:
-    """Run a script's function with the values of its settings.
+def run_task(name: str, settings: DictConfig, on_devices: bool, shows_stack: bool) -> None:
+    """Run a command with the values of its settings.
 
     Args:
-        function: of the script.
+        name: of the command, whose `main` is in `dmc/commands/NAME.py`.
         settings: as Hydra has composed them.
         on_devices: whether it computes on GPUs where there are any.
         shows_stack: whether errors of wrong input keep their stack.
@@ -56,7 +57,7 @@ def run_task(function: Callable[[Any], None], settings: DictConfig, on_devices: 
         if on_devices:
             check_torch_build(values)
         prepare_process()  # here, for a launcher hands the environment of its process to jobs elsewhere
-        function(values)
+        importlib.import_module(f"dmc.commands.{name}").main(values)
 
 
 def plain_values(settings: DictConfig) -> Any:

@@ -1,7 +1,8 @@
-"""What this machine's processor does fast."""
+"""This machine's processor: the cores that are ours, and what they do fast."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,3 +18,8 @@ def multiplies_bfloat16(processor: Path = PROCESSOR) -> bool:
         processor: file of its flags.
     """
     return processor.is_file() and BFLOAT16.search(processor.read_text()) is not None
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
+from dmc.config.processor import available_cores
 from dmc.data.encoding import EMPTY, DocumentEncoder, Refusals
 from dmc.data.numbering import num_ids
 from dmc.data.order import Blend
@@ -37,11 +38,6 @@ logger = logging.getLogger(__name__)
 
 _JOB_BYTES = 2**26  # text that a process tokenizes before it takes more
 _BATCH_CHARACTERS = 2**22  # text encoded at once
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_packed(

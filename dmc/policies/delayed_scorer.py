@@ -150,5 +150,5 @@ class DelayedScorer(nn.Module):
             scorer.load_state_dict(weights)
         except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, ValidationError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"scorer={file} is no scorer of scripts/fit_scorer.py: {reason}") from error
+            raise ValueError(f"scorer={file} is no scorer of dmc fit-scorer: {reason}") from error
         return scorer.requires_grad_(False)

@@ -25,7 +25,7 @@ from dmc.policies.layer_attention import Cache, Rotary
 class KVpop(EvictionPolicy):
     """Keep the last `window` entries of every head, and of the others those with the highest scores.
 
-    A token is scored once, when it leaves the window, by a `DelayedScorer` that `scripts/fit_scorer.py` has fitted to
+    A token is scored once, when it leaves the window, by a `DelayedScorer` that `dmc fit-scorer` has fitted to
     the attention that later queries pay. The scorer's state of a sequence is part of the cache. Differs from the paper
     [D]: as with all methods here a prompt's own queries see all of it, and a budget may be a ratio, which grows.
     """
@@ -40,7 +40,7 @@ class KVpop(EvictionPolicy):
     @override
     def files(self) -> tuple[Path, ...]:
         if self.scorer is None:
-            raise ValueError("KVpop needs scorer=FILE, which scripts/fit_scorer.py writes for the model")
+            raise ValueError("KVpop needs scorer=FILE, which dmc fit-scorer writes for the model")
         return (Path(self.scorer),)
 
     @property

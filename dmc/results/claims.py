@@ -15,7 +15,7 @@ from dmc.results.equal_bytes import WHOLE_PAGES, bytes_budget
 from dmc.results.estimates import CONFIDENCE, POWER, Estimate
 from dmc.results.measurement import FULL
 from dmc.results.statistics import paired
-from dmc.results.tables import RATIO_TOLERANCE
+from dmc.results.tables import LEAST_RATIO, meets_ratio
 from dmc.results.verdict import Scale
 
 GRAMMAR = re.compile(
@@ -125,7 +125,11 @@ class Claim:
         if self.unit is not None and self.unit != ("point" if scale.is_share else scale.unit.strip().removesuffix("s")):
             raise ValueError(f"claim={self.text!r}: {scale.metric} is not measured in {self.unit}s")
         names = (self.subject, self.other)
-        held = [Held.of(*found) for found in zip(names, sides, (subject, other), strict=True) if not found[1].is_full]
+        held = [
+            AchievedRatio.of(*found)
+            for found in zip(names, sides, (subject, other), strict=True)
+            if not found[1].is_full
+        ]
         try:
             return Judgement(self, paired(subject, other), scale, int(subject["num_samples"].iloc[0]), tuple(held))
         except ValueError as error:
@@ -145,7 +149,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Held:
+class AchievedRatio:
     """How much a compressed method of a claim held, in the model of its variant that compressed least."""
 
     name: str
@@ -159,7 +163,7 @@ class Held:
     """Entries that it held and left unread, over all steps: it claims fewer reads, not a smaller cache."""
 
     @classmethod
-    def of(cls, name: str, method: Method, lines: pandas.DataFrame) -> Held:
+    def of(cls, name: str, method: Method, lines: pandas.DataFrame) -> AchievedRatio:
         """Read what was held from a method's measurements of one metric."""
         first, in_name = lines.iloc[0], RATIO_IN_NAME.search(method.variant)
         if method.budget is None and in_name is not None:
@@ -174,10 +178,10 @@ class Held:
 
     @property
     def is_as_claimed(self) -> bool:
-        """Whether it held `RATIO_TOLERANCE` of the ratio, or a budget in bytes to whole pages."""
+        """Whether it held as much of the ratio as `meets_ratio` asks for, or a budget in bytes to whole pages."""
         if self.unread or self.claimed is None:
             return bool(self.unread) or not self.bytes_over > WHOLE_PAGES
-        return self.ratio >= RATIO_TOLERANCE * self.claimed
+        return meets_ratio(self.ratio, self.claimed)
 
     def __str__(self) -> str:
         text = f"{self.name} held CR {self.ratio:.2f}"
@@ -196,7 +200,7 @@ class Judgement:
     """How much worse the subject is than the other."""
     scale: Scale
     num_samples: int
-    held: tuple[Held, ...]
+    held: tuple[AchievedRatio, ...]
     """What its compressed methods held."""
 
     @property
@@ -221,7 +225,7 @@ class Judgement:
         over = f"{contexts:,} {kind}" if contexts != 1 else f"a single {kind[:-1]}"
         held = "".join(f"; {found}" for found in self.held)
         if self.standing == "not compressed":
-            return f"not compressed: {self.claim.text}{held}; at least {RATIO_TOLERANCE:.0%} of a CR must be held."
+            return f"not compressed: {self.claim.text}{held}; at least {LEAST_RATIO:.0%} of a CR must be held."
         if self.standing != "not carried":
             side = f"at most {scale.bound(lost.upper)} worse"
             if lost.upper < 0 or self.standing == "false":

@@ -83,7 +83,7 @@ def write_leaderboard(folders: Sequence[Path], output: Path) -> list[Path]:
     """
     entries = [entry for folder in folders for entry in read_entries(folder)]
     if not entries:
-        raise ValueError(f"leaderboard: no row of {TASK} in the folders: run compare.py experiment=leaderboard first")
+        raise ValueError(f"leaderboard: no row of {TASK} in the folders: run dmc compare experiment=leaderboard first")
     counts, written = Counter[str](), list[Path]()
     for entry in entries:
         number = counts[entry.name]

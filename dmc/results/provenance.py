@@ -53,8 +53,10 @@ def git_commit() -> str | None:
 
 def provenance() -> dict[str, Any]:
     """Return command, versions and commit of this process."""
+    name = Path(sys.argv[0]).name
+    program = [name] if name == "dmc" else [Path(sys.executable).name, sys.argv[0]]
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
         "versions": package_versions(),
         "git_commit": git_commit(),
         "machine": f"{platform.machine()} {platform.system()}",

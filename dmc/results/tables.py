@@ -16,7 +16,7 @@ from dmc.results.store import Store, read_rows, replace_file
 from dmc.results.verdict import Scale, carried, verdicts_of
 
 TABLE, CSV, MEASUREMENTS = "table.md", "results.csv", "measurements.csv"
-RATIO_TOLERANCE = 0.9
+LEAST_RATIO = 0.9
 """Share of the requested ratio from which a target counts as met."""
 LEGEND = (
     "±: standard error over texts (contexts, files) and seeds; of a difference, paired by sample. Verdicts hold with "
@@ -24,7 +24,7 @@ LEGEND = (
     f"{MARGIN:g}, in nats per token or as a share of the answers; of metrics above 1, that share of the metric. Else "
     "the margin that the samples carry is named: so far the loss may be from what they show, either way. CR and bytes "
     "are averages over all predicted positions. Bytes are all that is allocated: whole pages, of which the last is "
-    f"partly empty, and tables. ↓: less than {RATIO_TOLERANCE:.0%} of the requested CR. ≠: more than "
+    f"partly empty, and tables. ↓: less than {LEAST_RATIO:.0%} of the requested CR. ≠: more than "
     f"{SAME_BYTES - 1:.0%} away from the bytes requested. ★: no other row is both smaller and better."
 )
 SOLVED = 0.5
@@ -35,6 +35,11 @@ SPEEDS = ("batch length", "memory")
 """Coordinates of a speed benchmark's measurements: a batch size, and the memory of the largest batch."""
 Columns = Mapping[str, "tuple[str, str] | Callable[[Any], str]"]
 """Columns by title: the column of a frame and its format, or a function from a line to its text."""
+
+
+def meets_ratio(achieved: float, requested: float) -> bool:
+    """Return whether a cache is compressed as much as was asked for, or claimed."""
+    return achieved >= LEAST_RATIO * requested
 
 
 def texts_of(lines: pandas.DataFrame, columns: Columns) -> pandas.DataFrame:
@@ -199,7 +204,7 @@ def result_table(summary: pandas.DataFrame, beside: pandas.DataFrame) -> pandas.
     def ratio(line: pandas.Series) -> str:
         held = max(line["achieved_ratio"], line["end_ratio"])
         is_held_asked = bytes_budget(line["budget"]) is None and line["target_counts"] != "decided"
-        is_missed = is_held_asked and held < RATIO_TOLERANCE * line["requested_ratio"]
+        is_missed = is_held_asked and not meets_ratio(held, line["requested_ratio"])
         return f"{line['achieved_ratio']:.2f}" + (" ↓" if is_missed else "")
 
     columns: Columns = {

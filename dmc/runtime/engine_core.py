@@ -17,7 +17,7 @@ from dmc.runtime.request import Base, Request, Sequence, TokenEvent
 from dmc.runtime.runner import LaunchedStep, Runner
 from dmc.runtime.sampling import Distributions, Sampling, TokenCounts, distributions, new_generator
 from dmc.runtime.scheduler import ScheduledChunk, Scheduler
-from dmc.runtime.tally import Held
+from dmc.runtime.tally import ScoredPositions
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class EngineCore:
         self.scheduler.finish(sequence, cache_is_valid)
         if not sequence.num_waiting:  # nothing was generated, or is left to feed: the prompt has ended
             sequence.next_prompt = len(sequence.tokens)
-        sequence.num_preemptions, sequence.held = 0, Held()
+        sequence.num_preemptions, sequence.held = 0, ScoredPositions()
         if sequence.row is not None:
             self.cache.tally.open_row(sequence.row, sequence.held)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmc.budget import achieved_ratio
 from dmc.runtime.paged_cache import PagedCache
-from dmc.runtime.tally import Held
+from dmc.runtime.tally import ScoredPositions
 
 FinishReason = Literal["length", "stop", "abort", "error"]
 Step = tuple[int, float, dict[int, float]]
@@ -51,7 +51,7 @@ class GenerationStats:
     """Maximum over these positions; a policy's prompt may have held more before it was compressed."""
 
     @classmethod
-    def of(cls, cache: PagedCache, row: int | None, held: Held, num_preemptions: int = 0) -> GenerationStats:
+    def of(cls, cache: PagedCache, row: int | None, held: ScoredPositions, num_preemptions: int = 0) -> GenerationStats:
         """Measure the sequence in a row of the cache.
 
         Args:
@@ -73,7 +73,7 @@ class GenerationStats:
         stock *= num_full + sum(min(tokens_seen, ring) for ring in layout.rings)
         stock += layout.recurrent_bytes
         if not held.positions:
-            held = Held(1, tokens_seen, recent)
+            held = ScoredPositions(1, tokens_seen, recent)
         ranks, block, number, total = layout.ranks, cache.block_bytes, held.positions, int(slots.sum())
         return cls(
             tokens_seen=tokens_seen,

@@ -14,7 +14,7 @@ from dmc.runtime.generation import FinishReason, Generation, GenerationStats, St
 from dmc.runtime.options import SamplingParams
 from dmc.runtime.sampling import History
 from dmc.runtime.snapshot import Snapshot
-from dmc.runtime.tally import Held
+from dmc.runtime.tally import ScoredPositions
 from dmc.runtime.text_stream import TextStream
 
 DRAWS = 32
@@ -57,7 +57,7 @@ class Sequence:
     """Number of preemptions since the last turn ended."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of its first 1, 2, ... whole blocks of tokens, as far as the prefix cache needed them."""
-    held: Held = field(default_factory=Held)
+    held: ScoredPositions = field(default_factory=ScoredPositions)
     """Memory at the positions predicted since the last turn ended."""
 
     @property

@@ -15,7 +15,7 @@ SlotIndex = slice | Tensor | None
 
 
 @dataclass
-class Held:
+class ScoredPositions:
     """Sums over the positions of one sequence whose predictions were requested."""
 
     positions: int = 0
@@ -56,12 +56,12 @@ class Tally:
         """Blocks of all layers and heads: the sum over positions and the maximum, [2, C]."""
         self._first: Tensor | None = None  # first position that is counted inside a pass, int64 [C]
 
-    def open_row(self, row: int, held: Held) -> None:
+    def open_row(self, row: int, held: ScoredPositions) -> None:
         """Restore the sums of a preempted sequence, or begin at 0."""
         self.slots[:, row], self.blocks[:, row] = (0, 0) if held.saved is None else held.saved
         held.saved = None
 
-    def close_row(self, row: int, held: Held) -> None:
+    def close_row(self, row: int, held: ScoredPositions) -> None:
         """Save a sequence's sums, for the row that it gets next."""
         if held.positions:
             held.saved = self.slots[:, row].clone(), self.blocks[:, row].clone()
@@ -116,7 +116,7 @@ class Tally:
             self.blocks[0, where] += blocks
         self.blocks[1, where] = self.blocks[1, where].maximum(blocks)
 
-    def beyond(self, row: int, held: Held, lengths: Tensor) -> tuple[Tensor, int, int]:
+    def beyond(self, row: int, held: ScoredPositions, lengths: Tensor) -> tuple[Tensor, int, int]:
         """Compare the sums with a row's present entries.
 
         Args:

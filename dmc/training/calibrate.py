@@ -37,7 +37,7 @@ class Calibration:
     @property
     def ratio(self) -> float:
         """Ratio that the calibration reached, of what the target counts."""
-        return _counted(self.after, self.counts)
+        return self.after.counted_ratio(self.counts)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Pass:
     histogram: LogitHistogram
 
     @property
-    def held(self) -> float:
+    def share(self) -> float:
         return 1 / self.ratio
 
 
@@ -86,12 +86,12 @@ def calibrate_offset(
         model.compression = dataclasses.replace(model.compression, decision_offset=offset)
         histogram = LogitHistogram(offset)
         score = score_text(model, batches, sharing=sharing, histogram=histogram)
-        passes.append(_Pass(offset, score, _counted(score, counts), histogram))
+        passes.append(_Pass(offset, score, score.counted_ratio(counts), histogram))
         best = min(passes, key=lambda found: abs(found.ratio / target_ratio - 1))
         if abs(best.ratio / target_ratio - 1) <= TOLERANCE:
             break
         offset = _next_offset(passes, best, 1 / target_ratio)
-        if best.histogram.held_at(offset) == best.histogram.held_at(best.offset):  # no logit lies between them
+        if best.histogram.share_at(offset) == best.histogram.share_at(best.offset):  # no logit lies between them
             break
     model.compression = dataclasses.replace(model.compression, decision_offset=best.offset)
     first = passes[0]
@@ -104,19 +104,15 @@ def _next_offset(passes: Sequence[_Pass], best: _Pass, target: float) -> float:
     In quantiles the curve is all but straight, with a slope of 1 where later layers see no difference.
     """
     others = [found for found in passes if found is not best]
-    across = [found for found in others if (found.held - target) * (best.held - target) < 0]
-    held_at, slope = best.histogram.held_at, 1.0
+    across = [found for found in others if (found.share - target) * (best.share - target) < 0]
+    share_at, slope = best.histogram.share_at, 1.0
     if others:
         other = min(across or others, key=lambda found: abs(found.offset - best.offset))
-        distance = held_at(other.offset) - held_at(best.offset)
-        slope = (other.held - best.held) / distance if distance else slope
+        distance = share_at(other.offset) - share_at(best.offset)
+        slope = (other.share - best.share) / distance if distance else slope
         if not across:
             slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
-    offset = best.histogram.offset_for(held_at(best.offset) + (target - best.held) / slope)
+    offset = best.histogram.offset_for(share_at(best.offset) + (target - best.share) / slope)
     if across and not min(best.offset, other.offset) < offset < max(best.offset, other.offset):
         return (best.offset + other.offset) / 2
     return offset
-
-
-def _counted(score: TextScore, counts: str) -> float:
-    return score.achieved_ratio if counts == "held" else score.decided_ratio

@@ -63,7 +63,7 @@ from dmc.training.text_data import TextData, build_tokenizer
 
 FINAL_NAME = "final"
 """Folder of a run's model after its last step."""
-RATIO_TOLERANCE = 0.05
+CALIBRATION_TOLERANCE = 0.05
 """Relative distance of the calibrated ratio from the target above which there is a warning."""
 LOGITS_TOLERANCE = 1e-5
 """Largest difference of logits, relative to their largest, between the model in memory and the folder."""
@@ -264,7 +264,7 @@ class Exporter(AfterStep):
             "%s: calibrated in %d passes: CR %.3f %s at offset %.4g",
             folder, found.num_passes, found.ratio, found.counts, found.offset,
         )  # fmt: skip
-        if abs(found.ratio / target_ratio - 1) > RATIO_TOLERANCE:
+        if abs(found.ratio / target_ratio - 1) > CALIBRATION_TOLERANCE:
             logger.warning(
                 "%s: calibration reached CR %.2f held at the end, %.2f decided, not %g %s: train longer, or with a "
                 "larger training.ratio_weight",

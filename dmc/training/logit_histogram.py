@@ -48,19 +48,19 @@ class LogitHistogram:
         """Add up what the ranks have counted."""
         self.weights, self.total = ranks.all_reduce(self.weights), ranks.all_reduce(self.total)
 
-    def held_at(self, offset: float) -> float:
+    def share_at(self, offset: float) -> float:
         """Return the share of tokens that an offset would hold."""
         lower, _, held = self._steps()
         return float(held[torch.searchsorted(lower, offset - self.offset)])
 
-    def offset_for(self, held: float) -> float:
-        """Return the offset that would hold a share of tokens as near to `held` as any, far from the next logits."""
+    def offset_for(self, share: float) -> float:
+        """Return the offset that would hold a share of tokens as near to `share` as any, far from the next logits."""
         lower, upper, shares = self._steps()
         if not len(lower):
             return self.offset
         margin = upper[-1] - lower[0]  # beyond the last logit, for other decisions move the logits of later layers
         edges = torch.cat([lower[:1] - margin, (upper[:-1] + lower[1:]) / 2, upper[-1:] + margin])
-        return self.offset + float(edges[(shares - held).abs().argmin()])
+        return self.offset + float(edges[(shares - share).abs().argmin()])
 
     def _steps(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the edges of the n bins with logits, and the share held with the threshold below each, [n + 1]."""

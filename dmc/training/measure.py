@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class TextScore:
     def decided_ratio(self) -> float:
         """Tokens over those that no decision merges or drops, executed or not; 1 without gates."""
         return 1.0 if self.decided is None else 1.0 / float(self.decided.mean())
+
+    def counted_ratio(self, target_counts: Literal["held", "decided"]) -> float:
+        """The ratio that a target is of, see `CompressionConfig.target_counts`."""
+        return self.achieved_ratio if target_counts == "held" else self.decided_ratio
 
 
 @contextmanager

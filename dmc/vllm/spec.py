@@ -40,7 +40,7 @@ class HeapManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: HeapSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, RequestBlocks] = {}
         """What is known of each request that has blocks."""
         self.started: dict[str, int] = {}
         """First block of each request that got blocks since the last `take_changes`."""
@@ -75,7 +75,7 @@ class HeapManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Give a request the blocks that it lacks for `num_tokens` tokens in all."""
         blocks = self.req_to_blocks[request_id]
-        held = self.held.setdefault(request_id, Held())
+        held = self.held.setdefault(request_id, RequestBlocks())
         held.num_tokens = max(held.num_tokens, num_tokens)
         new = self.block_pool.get_new_blocks(max(self._needed(held, num_tokens) - len(blocks), 0))
         if not blocks:
@@ -128,7 +128,7 @@ class HeapManager(SingleTypeKVCacheManager):
                 del blocks[kept:]
                 self.block_pool.free_blocks(reversed(spare))
 
-    def _needed(self, held: Held, num_tokens: int) -> int:
+    def _needed(self, held: RequestBlocks, num_tokens: int) -> int:
         spec = self.kv_cache_spec
         since = spec.most_pages(num_tokens - held.reported_tokens)
         return cdiv(min(spec.most_pages(num_tokens), held.pages + since), spec.pages_per_block)
@@ -218,7 +218,7 @@ class HeapSpec(AttentionSpec):
 
 
 @dataclass
-class Held:
+class RequestBlocks:
     """What the scheduler knows of one request."""
 
     num_tokens: int = 0
@@ -247,4 +247,4 @@ class Held:
         return bool(seen)
 
 
-NOTHING = Held()
+NOTHING = RequestBlocks()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dmc.commands.report import collect
+from dmc.commands.collect import collect
 
 LOG = "step,train/loss,train/target_ratio,train/achieved_ratio\n1,2.0,1.0,1.0\n2,1.9,2.0,1.8\n3,1.8,4.0,3.5\n"
 
@@ -37,6 +37,6 @@ def test_curves_show_the_ratio_that_the_target_counts(counts, tmp_path, monkeypa
     (tmp_path / "logs" / "version_0" / "metrics.csv").write_text(LOG.replace("achieved", "decided"))
     (tmp_path / "run.json").write_text(json.dumps({"config": {"compression": {"target_counts": counts}}}))
     drawn = []
-    monkeypatch.setattr("dmc.commands.report.draw_curves", lambda log, ratio: drawn.append(ratio) or b"")
+    monkeypatch.setattr("dmc.commands.collect.draw_curves", lambda log, ratio: drawn.append(ratio) or b"")
     collect(tmp_path)
     assert drawn == [{"held": "achieved_ratio", "decided": "decided_ratio"}[counts]]

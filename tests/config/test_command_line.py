@@ -13,13 +13,15 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.plugins import Plugins
-from scripts_here import SCRIPTS, run_script
+from scripts_here import run_script
 
 from dmc import policies
 from dmc.config import command_line
 from dmc.config.command_line import prepare_process
+from dmc_cli.table import COMMANDS
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 
 
 def test_a_warning_is_one_line_and_only_those_of_others_say_where(monkeypatch):
@@ -73,38 +75,35 @@ def test_no_thread_computes_with_denormal_numbers():
     assert found.stdout.strip() == "0"
 
 
-COMMANDS = [path for path in SCRIPTS.glob("*.py") if path.stem not in ("gpu_check", "hydra_command")]
-
-
-def test_scripts_import_hydra_alone_before_their_work():
-    for path in (*COMMANDS, SCRIPTS / "hydra_command.py"):
+def test_the_command_imports_hydra_alone_before_its_work():
+    for path in (ROOT / "dmc_cli").glob("*.py"):
         imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
         others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
-        assert others <= {"hydra", "omegaconf", "hydra_command"}, path
+        assert others <= {"hydra", "omegaconf", "dmc_cli"}, path
 
 
 @pytest.mark.parametrize(
-    "scripts", [[SCRIPTS / "train.py"], pytest.param(COMMANDS, marks=pytest.mark.slow)], ids=["train", "all"]
+    "names", [["train"], pytest.param([*COMMANDS][:-1], marks=pytest.mark.slow)], ids=["train", "all"]
 )
-def test_help_and_a_misspelled_setting_import_hydra_alone(scripts):
+def test_help_and_a_misspelled_setting_import_hydra_alone(names):
     code = """if True:
-    import runpy, sys
+    import sys
+    from dmc_cli.table import main
     from hydra.core.global_hydra import GlobalHydra
-    for path in sys.argv[1:]:
-        sys.path.insert(0, path.rpartition("/")[0])
+    for name in sys.argv[1:]:
         for argument in ("--help", "nonesuch=1"):
-            sys.argv[1:] = [argument]
+            sys.argv[1:] = [name, argument]
             try:
-                runpy.run_path(path, run_name="__main__")
+                main()
             except SystemExit as stop:
                 ended = stop.code
             GlobalHydra.instance().clear()
-        assert "nonesuch" in ended and "\\n" not in ended, (path, ended)
-        assert not {"dmc", "torch"} & sys.modules.keys(), path
+        assert "nonesuch" in ended and "\\n" not in ended, (name, ended)
+        assert not {"dmc", "torch"} & sys.modules.keys(), name
     """
-    found = subprocess.run([sys.executable, "-c", code, *scripts], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
 
 

@@ -19,20 +19,20 @@ from dmc.training.scorer_fit import FitConfig
 from dmc.training.stages import Plan
 
 
-@pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "dmc train " in opening(name)[1]])
 def test_every_experiment_opens_with_its_command(name):
-    assert opening(name) == ["# @package _global_", f"# python scripts/train.py experiment={name}"]
+    assert opening(name) == ["# @package _global_", f"# dmc train experiment={name}"]
 
 
-@pytest.mark.parametrize("name", [name for name in names("experiment") if "fit_scorer.py" in opening(name)[1]])
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "dmc fit-scorer " in opening(name)[1]])
 def test_every_fit_of_a_scorer_composes_and_opens_with_its_command(name):
-    assert opening(name) == ["# @package _global_", f"# python scripts/fit_scorer.py experiment={name}"]
+    assert opening(name) == ["# @package _global_", f"# dmc fit-scorer experiment={name}"]
     settings = settings_of("fit_scorer", f"experiment={name}")
     config = build_config(FitConfig, OmegaConf.to_container(settings, resolve=True))
     assert Plan(config.run.training, 1.0).total_steps == config.steps
 
 
-@pytest.mark.parametrize("name", [name for name in names("experiment") if "compare.py" in opening(name)[1]])
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "dmc compare " in opening(name)[1]])
 def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
     names_models = "\nmodels:" in (CONFIGS / "experiment" / f"{name}.yaml").read_text()
     overrides = [] if names_models else ["models={base: DIR, cr4: DIR}"]
@@ -40,11 +40,11 @@ def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
     config = build_config(CompareConfig, OmegaConf.to_container(settings, resolve=True))
     assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
     words = shlex.split(opening(name)[1])
-    assert words == ["#", "python", "scripts/compare.py", f"experiment={name}", *overrides]
+    assert words == ["#", "dmc", "compare", f"experiment={name}", *overrides]
     assert len(config.models) == (1 if "/table" in name or "/hour" in name else 2)
 
 
-STUDIES = [name for name in names("experiment") if "study.py" in opening(name)[1]]
+STUDIES = [name for name in names("experiment") if "dmc study " in opening(name)[1]]
 
 
 def runs_in(study):
@@ -58,7 +58,7 @@ def study_runs():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_composes_and_opens_with_its_command(name):
-    assert opening(name) == ["# @package _global_", f"# python scripts/study.py experiment={name}"]
+    assert opening(name) == ["# @package _global_", f"# dmc study experiment={name}"]
     settings = OmegaConf.to_container(settings_of("study", f"experiment={name}"), resolve=True)
     check_measurements(build_config(StudyConfig, settings), CONFIGS)
     assert all(run in study_runs() for run in runs_in(settings))

@@ -102,7 +102,7 @@ LAYERS, LENGTH, LIMIT = 8, 800, 48
 def test_a_prompt_takes_no_more_than_the_budget_and_one_layer(
     policy, held_before, make_stock, make_prompts, monkeypatch
 ):
-    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)
+    monkeypatch.setattr("dmc.runtime.block_pool.FIRST_POOL_BLOCKS", 4)
     engine, in_use = Engine(make_stock(num_layers=LAYERS), policy=policy), []
     attention = engine._runner._attention
     append = attention.append

@@ -127,6 +127,6 @@ def test_a_row_without_samples_is_refused_before_anything_is_written(tmp_path):
         ValueError, match=r"no samples: measure it again with lm_eval\.save_samples=true overwrite=true"
     ):
         write_leaderboard([tmp_path], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"run compare\.py experiment=leaderboard first"):
+    with pytest.raises(ValueError, match=r"run dmc compare experiment=leaderboard first"):
         write_leaderboard([], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -74,7 +74,7 @@ def test_compiled_layers_give_the_eager_tokens_and_are_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gates, policy = METHODS[method]
-    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 40)  # it grows
+    monkeypatch.setattr("dmc.runtime.block_pool.FIRST_POOL_BLOCKS", 40)  # it grows
     model = make_stock(num_layers=3) if gates is None else make_compressed(gates=gates, num_layers=3)
     reason = why_not_compiled(model, Engine(model).cache.layout)
     if reason is not None:

@@ -58,7 +58,7 @@ def test_a_recorded_step_replayed_through_arrivals_finishes_and_growth_gives_the
     make_recording: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 40)  # it grows
+    monkeypatch.setattr("dmc.runtime.block_pool.FIRST_POOL_BLOCKS", 40)  # it grows
     model, policy = made(method, make_stock, make_compressed)
     eager = Engine(model, policy=policy, kernels="reference")
     engine, record = make_recording(model, policy=policy, max_batch_size=6, token_budget=64)

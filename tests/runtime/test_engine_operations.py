@@ -406,7 +406,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:window=", "ignore:sinks=")  # th
 
 @pytest.fixture(autouse=True)
 def small_first_pool(monkeypatch):
-    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 4)
+    monkeypatch.setattr("dmc.runtime.block_pool.FIRST_POOL_BLOCKS", 4)
 
 
 def build(method, make_stock, make_compressed):

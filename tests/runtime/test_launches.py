@@ -387,7 +387,7 @@ def test_a_step_of_decoding_and_prompts_launches_at_most_three_times_what_decodi
 def test_a_pool_that_grows_through_a_prompt_rarely_waits(
     gates: dict | None, make_stock: Any, make_compressed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmc.runtime.paged_cache.FIRST_POOL_BLOCKS", 8)
+    monkeypatch.setattr("dmc.runtime.block_pool.FIRST_POOL_BLOCKS", 8)
     model = make_stock(num_layers=6) if gates is None else make_compressed(gates=gates, num_layers=6)
     (counts,) = counts_of(model, None, RAGGED, decodes=False)
     assert counts["waits"] <= 6, counts

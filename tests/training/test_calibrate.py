@@ -97,15 +97,15 @@ def test_a_pass_tells_what_any_offset_would_hold_where_no_layer_follows(make_com
     histogram = LogitHistogram(0.1)
     score = score_text(model, batches, histogram=histogram)
     ratio = score.achieved_ratio if counts == "held" else score.decided_ratio
-    assert histogram.held_at(0.1) == pytest.approx(1 / ratio)
+    assert histogram.share_at(0.1) == pytest.approx(1 / ratio)
     for offset in (-9.0, -1.3, -0.2, 0.1, 0.4, 2.0, 9.0):
-        assert histogram.held_at(offset) == pytest.approx(held_share(with_offset(model, offset), batches), abs=2e-4)
+        assert histogram.share_at(offset) == pytest.approx(held_share(with_offset(model, offset), batches), abs=2e-4)
     for share in (0.0, 0.3, 0.55, 0.9, 1.0):
         offset = histogram.offset_for(share)
-        assert held_share(with_offset(model, offset), batches) == pytest.approx(histogram.held_at(offset), abs=1e-6)
-        assert abs(histogram.held_at(offset) - max(share, histogram.held_at(-99.0))) < 0.01  # one decision of 240
+        assert held_share(with_offset(model, offset), batches) == pytest.approx(histogram.share_at(offset), abs=1e-6)
+        assert abs(histogram.share_at(offset) - max(share, histogram.share_at(-99.0))) < 0.01  # one decision of 240
     with_offset(model, 0.1)
-    assert calibrate_offset(model, batches, 1 / histogram.held_at(-0.3)).num_passes == 2
+    assert calibrate_offset(model, batches, 1 / histogram.share_at(-0.3)).num_passes == 2
 
 
 def test_a_logit_on_the_threshold_holds_its_token_and_others_keep_their_order():
@@ -113,8 +113,8 @@ def test_a_logit_on_the_threshold_holds_its_token_and_others_keep_their_order():
     histogram = LogitHistogram(5.0)
     histogram.add(numbers.view(1, 1, 1, -1), torch.ones(1, 10, dtype=torch.bool), torch.tensor([10]))
     for offset, held in ((-1e5, 1), (5.0 - 1.1, 2), (4.9, 3), (5.0, 6), (5.01, 8), (6.1, 9), (90.0, 10)):
-        assert histogram.held_at(offset) == pytest.approx(held / 10)
-        assert histogram.held_at(histogram.offset_for(held / 10)) == pytest.approx(held / 10)
+        assert histogram.share_at(offset) == pytest.approx(held / 10)
+        assert histogram.share_at(histogram.offset_for(held / 10)) == pytest.approx(held / 10)
     assert histogram.offset_for(0.9) == pytest.approx(5 + (1 + 40) / 2, rel=1e-3)  # far from either logit
 
 

@@ -1,6 +1,6 @@
 """Requests that vLLM's block pool holds at once by compression ratio, heads of unequal lengths, reports a step late.
 
-Beside stock vLLM's, and what `scripts/plan.py` says of a request's bytes.
+Beside stock vLLM's, and what `dmc plan` says of a request's bytes.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The part of `scripts/gpu_check.py` that starts vLLM, on little."""
+"""The part of `dmc gpu-check` that starts vLLM, on little."""
 
 import json
 import sys

@@ -33,7 +33,7 @@ CHUNK = 128
 
 
 class Tuning(NamedTuple):
-    """What a chip is fastest with, by the sweep of `gpu_check.py`."""
+    """What a chip is fastest with, by the sweep of `dmc gpu-check`."""
 
     programs: int = 2
     """Programs for each multiprocessor, resident at once, or one after the other where each takes all of one."""

@@ -26,9 +26,7 @@ from dmc.results.verdict import verdicts_of
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
-EXPECTED = (
-    "expected a folder with cells.jsonl, as compare.py, benchmark.py, collect.py, study.py and the quickstart write it"
-)
+EXPECTED = "expected a folder with cells.jsonl, as dmc compare, benchmark, collect, study and quickstart write it"
 SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
     "instruction layer head": "What is left of each instruction",
@@ -66,7 +64,7 @@ def read_folders(
 
     Args:
         folders: folders with a store each.
-        reference: stock model whose full cache compressed models are compared with; None: compare.py's reference, or
+        reference: stock model whose full cache compressed models are compared with; None: that of `dmc compare`, or
             else the only one.
         keys: keys of the rows to show; None: all.
     Raises:

@@ -116,11 +116,11 @@ class RunConfig:
 
     def _contradictions_of_gates(self, gates: CompressionConfig) -> Iterator[str]:
         training = self.training
-        held, length, cuts = gates.counted_delay + 1, training.sequence_length, self.trainer.devices_per_sequence
-        if self.has_gates and held * self.target_ratio > length:
+        least, length, cuts = gates.counted_delay + 1, training.sequence_length, self.trainer.devices_per_sequence
+        if self.has_gates and least * self.target_ratio > length:
             yield (
                 f"compression.target_ratio={self.target_ratio:g} is out of reach: of training.sequence_length={length} "
-                f"tokens every head holds at least {held}; use longer ones, compression.delay below {gates.delay}, or "
+                f"tokens every head holds at least {least}; use longer ones, compression.delay below {gates.delay}, or "
                 "compression.target_counts=decided, which counts decisions alone"
             )
         if training.sensitivity_init is not None and (not gates.has_adapter or gates.decisions != "per_head"):

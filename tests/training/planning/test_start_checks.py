@@ -34,7 +34,7 @@ def shipped(name):
     return dataclasses.replace(config, base=BaseConfig(config.model, shape))
 
 
-@pytest.mark.parametrize("name", [name for name in names("experiment") if "train.py" in opening(name)[1]])
+@pytest.mark.parametrize("name", [name for name in names("experiment") if "dmc train " in opening(name)[1]])
 def test_every_experiment_passes_the_checks_of_its_start_at_its_own_ranks(name, caplog):
     config = shipped(name)
     check_start(config, devices_per_node(config))

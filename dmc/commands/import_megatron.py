@@ -1,4 +1,4 @@
-"""Settings of checkpoints of Megatron-LM that come in or go out."""
+"""Import a checkpoint of Megatron-LM as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import StrictBool
 
+from dmc.config import build_config
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.gguf import ModelName
-from dmc.megatron import export_checkpoint, import_checkpoint
+from dmc.megatron import import_checkpoint
 
 
 @checked_dataclass(frozen=True)
@@ -38,25 +39,6 @@ class ImportConfig:
         )
 
 
-@checked_dataclass(frozen=True)
-class ExportConfig:
-    """A Llama that becomes a checkpoint of Megatron-LM."""
-
-    model: ModelName
-    """Folder or GGUF file of a stock or compressed Llama."""
-    output: OutputFolder
-    tensor_size: Count = 1
-    """Tensor-parallel ranks."""
-    vocab_multiple: Count = 128
-    """Rows of each rank's embedding are a multiple of this (--make-vocab-size-divisible-by)."""
-    overwrite: StrictBool = False
-
-    def run(self) -> Path:
-        """Export it and return the folder."""
-        return export_checkpoint(
-            Path(self.model),
-            Path(self.output),
-            tensor_size=self.tensor_size,
-            vocab_multiple=self.vocab_multiple,
-            overwrite=self.overwrite,
-        )
+def main(settings: Any) -> None:
+    """Import, and say where."""
+    print(f"imported {build_config(ImportConfig, settings).run()}")

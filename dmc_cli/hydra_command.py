@@ -1,17 +1,15 @@
-"""What the scripts share: settings composed by Hydra, errors in one line, nothing heavy imported before the work."""
+"""What the commands share: settings composed by Hydra, errors in one line, nothing heavy imported before the work."""
 
 from __future__ import annotations
 
 import atexit
 import difflib
-import functools
 import gc
 import importlib.util
 import os
 import re
-import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +28,38 @@ DASHED = re.compile(r"--(?!cfg|config-|info|package|experimental)[\w.-]+=")
 SHOWS_STACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def command(name: str, on_devices: bool = False) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Decorate a script's main function, which takes the values of configs/NAME.yaml and of the command line."""
+def run_with_settings(name: str, arguments: Sequence[str], on_devices: bool = False) -> None:
+    """Run a command with the values of configs/NAME.yaml and of the command line.
 
-    def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
-        shows_stack = SHOWS_STACK
+    Args:
+        name: of the command.
+        arguments: Hydra's options and overrides.
+        on_devices: whether it computes on GPUs where there are any.
+    """
+    given, shows_stack = [*sys.argv], SHOWS_STACK
 
-        @functools.wraps(function)  # also its module, by which a launcher pickles it; it uses no name of this module
-        def task(settings: DictConfig) -> None:
-            from dmc.config.command_line import run_task
+    def task(settings: DictConfig) -> None:  # a launcher pickles it, without this module
+        from dmc.config.command_line import run_task
 
-            run_task(function, settings, on_devices, shows_stack)
+        sys.argv[:] = given  # by which Lightning starts further ranks, and a result tells its command
+        run_task(name, settings, on_devices, shows_stack)
 
-        def main() -> None:
-            if dashed := next(filter(DASHED.match, sys.argv[1:]), None):
-                sys.exit(f"error: {dashed}: settings are NAME=VALUE, without dashes; see --help")
-            atexit.register(gc.freeze)  # else the interpreter's end looks for garbage in all that was imported: seconds
-            sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
-            try:
-                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(task)()
-            except Exception as error:
-                if SHOWS_STACK:
-                    raise
-                exit_in_one_line(error)
-            finally:
-                os.environ["HYDRA_FULL_ERROR"] = str(int(SHOWS_STACK))
-
-        return main
-
-    return decorate
+    task.__module__ = f"dmc.commands.{name}"  # from which Hydra takes the job's name
+    if dashed := next(filter(DASHED.match, arguments), None):
+        sys.exit(f"error: {dashed}: settings are NAME=VALUE, without dashes; see --help")
+    atexit.register(gc.freeze)  # else the interpreter's end looks for garbage in all that was imported: seconds
+    sys.path.insert(0, str(Path.cwd()))  # folder of a user's own sources, policies and callbacks
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in several lines
+    sys.argv[1:] = arguments  # Hydra reads them there
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(task)()
+    except Exception as error:
+        if SHOWS_STACK:
+            raise
+        exit_in_one_line(error)
+    finally:
+        sys.argv[:] = given
+        os.environ["HYDRA_FULL_ERROR"] = str(int(SHOWS_STACK))
 
 
 def exit_in_one_line(error: Exception) -> None:
@@ -99,10 +99,3 @@ def _paths(values: Any) -> list[str]:
     """List the names of all settings, such as `stages.retrofit.length`."""
     items = values.items() if isinstance(values, dict) else ()
     return [path for key, below in items for path in (str(key), *(f"{key}.{path}" for path in _paths(below)))]
-
-
-def console() -> None:
-    """Run the script that a console command is named after: `dmc-train` is train.py."""
-    folder, name = Path(__file__).parent, Path(sys.argv[0]).stem.removeprefix("dmc-").replace("-", "_")
-    sys.path.insert(0, str(folder))
-    runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")

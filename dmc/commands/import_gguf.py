@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import StrictBool
 
+from dmc.config import build_config
 from dmc.config.settings import OutputFolder, checked_dataclass
 from dmc.files import refuse_occupied
 from dmc.gguf import SOURCE_NAME, check_packages, describe, import_gguf, source_of
@@ -55,3 +56,8 @@ class ImportConfig:
         source = {} if package is None else {"package": package.requirement, "package_sha256": package.sha256}
         output = import_gguf(file, Path(self.output), self.dtype, self.overwrite, source)
         return f"{file.name}: {describe(output)}"
+
+
+def main(settings: Any) -> None:
+    """Import, and say what is there."""
+    print(build_config(ImportConfig, settings).run())
