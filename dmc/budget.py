@@ -49,7 +49,7 @@ def rounded_down(share: float) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many entries each KV head may hold: a share of the tokens seen, in all turns of a session, or a fixed number.
+    """Entries that each KV head may hold: a share of all tokens that a session has seen, or a fixed number.
 
     Args:
         ratio: compression ratio >= 1; the budget is max(1, floor(n / ratio)) for n tokens.

@@ -28,8 +28,8 @@ from dmc.ranks import ALONE, Ranks
 class CompressionConfig:
     """Settings of the gates: algorithm and constants of Dynamic Memory Compression (DMC, arXiv:2403.09636).
 
-    Two axes, `action` and `delay`: merging at once is DMC, dropping later is DMS (2506.05345). Two more are the paper's
-    ablations: who decides (`decisions`), and how merged tokens are weighted (`weighting`).
+    `action` and `delay` choose the method: merging at once is DMC, dropping later is DMS (2506.05345). `decisions` and
+    `weighting` are the paper's ablations.
 
     Raises:
         ValueError: a value is out of range, a delay is missing, or fixed decisions are to drop or to weigh tokens.
@@ -42,10 +42,9 @@ class CompressionConfig:
     (DMC-HardC); fixed: the token's position alone, in groups of `target_ratio` tokens (Fixed Memory Pooling)."""
     gate_input: Literal["neuron", "hidden", "both", "query"] = "neuron"
     """Source of importance and decision. neuron: a borrowed channel of query and key, with no new parameter;
-    hidden: a linear adapter on the layer's input, and no channel is lost to attention; both: the sum of the two; query:
-    the decision from a channel of each group's first query, which that query head alone loses, and equal importance.
-    Where keys are normalized, as Qwen3's, what a borrowed channel says is taken from the norm of the others: there
-    hidden, or query with a large `decision_scale`."""
+    hidden: a linear adapter on the layer's input, attention keeps all channels; both: the sum of the two; query: a
+    decision from a channel of each group's first query head, which loses it, and equal importance. With normalized keys
+    (Qwen3) a borrowed channel shrinks the others: take hidden, or query with a large `decision_scale`."""
     decided_token: Literal["own", "previous"] = "own"
     """Token that each token's logit decides about: itself, or the token before it (needs a delay)."""
     weighting: Literal["learned", "uniform"] = "learned"
@@ -53,10 +52,10 @@ class CompressionConfig:
     delay: NonNegative = 0
     """Tokens a decision waits before it is executed; until then the token stays raw."""
     window_size: Count | None = 12
-    """Tokens that one merged slot averages at most; None: all of its segment (exact accumulation)."""
+    """Most tokens that one merged slot averages; None: its whole segment (exact accumulation)."""
     neuron_index: StrictInt = -1
-    """Channel of query and key that carries importance and decision, in an order in which channel i rotates with
-    i + D/2; the last does not rotate where only some do, else it is of the pair with RoPE's lowest frequency."""
+    """Channel of query and key that carries importance and decision. Channels count in the order in which i rotates
+    with i + D/2. The last one has RoPE's lowest frequency, or does not rotate where only some channels do."""
     decision_offset: StrictFloat = 5.0
     """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
     decision_scale: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1.0
@@ -71,11 +70,11 @@ class CompressionConfig:
     """Whether decisions are sampled in training; False: alpha = sigmoid(logit / temperature), a soft write gate (WG-KV,
     arXiv:2512.17452)."""
     target_counts: Literal["held", "decided"] = "held"
-    """What the target counts. held: tokens over the entries that a cache holds at the end, the last `delay` tokens
-    included; decided: tokens over those that no decision merges or drops, executed yet or not, as DMS counts its 8x (to
-    which the former tends as a text grows)."""
+    """What the target counts. held: tokens over the entries in the cache at the end, the last `delay` tokens included;
+    decided: tokens over those that no decision merges or drops, executed or not, as DMS counts its 8x. The two
+    approach each other as a text grows."""
     target_ratio: StrictFloat = 4.0
-    """Compression ratio the model is (or was) trained for, >= 1; fixed decisions have exactly this one."""
+    """Compression ratio the model is trained for, >= 1; fixed decisions have exactly this one."""
 
     def __post_init__(self) -> None:
         if self.action == "drop" and self.delay < 1:

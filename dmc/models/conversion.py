@@ -35,7 +35,7 @@ def check_retrofit(config: Any, compression: CompressionConfig) -> None:
 
 
 def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
-    """Give a Hugging Face model learned cache compression: same weights, and no new ones but those of an adapter.
+    """Give a Hugging Face model learned cache compression: the same weights, and those of an adapter if it has one.
 
     Args:
         model: the causal LM of a family in the table, or a compressed one whose gates shall change; its

@@ -38,12 +38,12 @@ class AttentionMatching(RepetitionPolicy):
         beta = log w, w = argmin over w of sum over q of (sum over C_k of w_i a_i(q) - s(q))^2 (the mass, section 3.2)
         C_v = argmin over C of sum over q of ||sum over C_k of w_i a_i(q) C_i / z(q) - sum over K of a_i(q) v_i||^2
 
-    where z(q) = 1 - s(q) + sum over C_k of w_i a_i(q) normalizes attention anew. Sinks and protected entries stay as
-    they are and are not among K, nor is the slot that a merging gate has open. A later turn repeats, and fits, what is
-    new; entries from before keep scores, biases and values as long as they stay. Differs from the paper: a(q) is the
-    attention of the repetition, which looks at itself too, so that queries which hardly look at K have little say;
-    both fits are drawn towards w = 1 and the keys' own values; heads share the model's budget by the scores of this
-    text, not by a table of the model's heads; queries of later layers have seen the cache before compression.
+    where z(q) = 1 - s(q) + sum over C_k of w_i a_i(q) normalizes attention again. Sinks, protected entries and the open
+    slot of a merging gate are not among K and stay unchanged. A later turn repeats and fits what is new; earlier
+    entries keep scores, biases and values. Differs from the paper: a(q) is the attention of the repetition, which
+    attends to itself too, so queries that hardly attend to K have little weight. Both fits are regularized towards
+    w = 1 and the keys' own values. Heads share the model's budget by the scores of this text, not by a table of heads.
+    Queries of later layers have seen the cache before compression.
     """
 
     queries: Count = 1024

@@ -35,7 +35,7 @@ def warn_once(message: str) -> None:
 
 
 def entries_allowed(budget: Budget, num_tokens: Tensor) -> Tensor:
-    """Compute `Budget.entries` where the numbers of tokens are, int64 [S]."""
+    """Compute `Budget.entries` on the device of the numbers of tokens, int64 [S]."""
     if budget.tokens is not None:
         return torch.full_like(num_tokens, budget.tokens)
     assert budget.ratio is not None
@@ -111,9 +111,9 @@ def in_proportion(weights: Sequence[float], total: float, cap: float | Sequence[
 def pyramid(average: int, num_layers: int, beta: float, candidates: int, decay: Decay = "linear") -> list[int]:
     """Give the first layers most and the last fewest (PyramidKV, eq. 1), `average * num_layers` in all.
 
-    linear: the last layer gets average / beta, each one before it the same number more. geometric: by equal factors,
-    with the linear one's ratio of first to last, 2 beta - 1. exponential: average / beta each, and what remains in
-    proportion to exp(-layer). The latter two cut off what exceeds the candidates and give it to the other layers.
+    linear: the last layer gets average / beta, each earlier layer the same number more. geometric: layers differ by
+    equal factors, and the first has 2 beta - 1 times the last. exponential: each layer gets average / beta, and the
+    rest is shared in proportion to exp(-layer). The latter two pass what exceeds the candidates to the other layers.
 
     Args:
         average: entries per head.
@@ -155,7 +155,7 @@ def mean_held(held: Sequence[Sequence[int]]) -> list[int]:
 
 
 def within(budgets: Sequence[int], held: Sequence[int]) -> list[int]:
-    """Cap each layer's budget at what it holds, and give the excess to the others in proportion: the same total.
+    """Cap each layer's budget at what it holds, and share the excess among the others; the total stays.
 
     Budget that no layer can use is room for tokens to come, the same for every layer.
     """

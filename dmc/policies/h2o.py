@@ -18,8 +18,8 @@ from dmc.policies.eviction import EvictionPolicy
 class H2O(EvictionPolicy):
     """Keep half of the budget for the last entries, half for those with the most accumulated attention.
 
-    Differs from the authors' code: one set for each KV head (attention averaged over its group), where they store keys
-    and values for every query head; the recent half grows with the budget.
+    Differs from the authors' code, which stores keys and values for every query head: each KV head has one set, by the
+    attention averaged over its group. The recent half grows with the budget.
     """
 
     budget: Budget

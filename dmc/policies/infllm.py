@@ -28,9 +28,9 @@ class InfLLM(ReadingPolicy):
     tokens beyond the window are read at one distance, `local`. While the window and the first tokens, or the budget,
     cover everything, attention is exact.
 
-    Differs from the authors' code: representatives are chosen for each KV head, not for every query head, and short
-    contexts are exact, where theirs puts every token beyond the window at one distance. Their setting of 32 blocks is
-    a budget of 128 + 4096 + 32 * 128 = 8320 tokens.
+    Differs from the authors' code: each KV head, not every query head, has representatives. Short contexts are exact;
+    their code puts every token beyond the window at one distance. Their 32 blocks are a budget of
+    128 + 4096 + 32 * 128 = 8320 tokens.
     """
 
     budget: Budget

@@ -20,10 +20,10 @@ from dmc.policies.snapkv import SnapKV
 class LAVa(SnapKV):
     """Keep the entries of a layer with the highest s_h[i] = max_k ||V_h[k]||_1 * mean_j A_h^j[i], pooled.
 
-    Layers share the budget in proportion to the entropy of their scores (eq. 7-8). Each is compressed as soon as it is
-    prefilled, and again as later layers follow (algorithm 2): never more than the budget and one layer are held.
-    Differs from the paper: the entropy is divided by its maximum, log(H N), as in the authors' code, where eq. 7
-    divides by H N; the shares are the same while all layers have equally many entries. Differs from the code: budget
+    Layers share the budget in proportion to the entropy of their scores (eq. 7-8). Each layer is compressed after its
+    prefill, and again as later layers follow (algorithm 2), so at most the budget and one layer are held.
+    Differs from the paper: the entropy is divided by its maximum log(H N), as in the authors' code; eq. 7 divides by
+    H N. Both give the same shares while all layers have equally many entries. Differs from the code: budget
     that a layer cannot use goes to the others, and no head has a floor unless `floor` is set.
     """
 

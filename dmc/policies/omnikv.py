@@ -43,9 +43,8 @@ class OmniKV(ReadingPolicy):
     ones. A filter layer chooses as many prompt tokens as the budget by the attention of its last queries, softmax over
     the prompt alone, maximum over all query heads, summed over the queries.
 
-    Differs from the authors' code: attention is normalized for the "last" selector too; each generated token has a
-    choice of its own; queries of a window keep their own positions, and prompt tokens in the window are candidates
-    like others.
+    Differs from the authors' code: attention is normalized for the "last" selector too. Each generated token has its
+    own choice. Queries of a window keep their positions, and prompt tokens in the window are candidates.
     """
 
     budget: Budget | None = None  # type: ignore[assignment]

@@ -22,10 +22,10 @@ from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 class Quest(ReadingPolicy):
     """Bound the scores of every page of keys by their elementwise minimum and maximum; read the most promising pages.
 
-    The newest token's page is always read. Nothing is evicted, only less is read. Prompts are read in full.
+    The newest token's page is always read. Nothing is evicted. Prompts are read in full.
 
-    Differs from the authors' code: one choice for each KV head, by the sum over its group, where they choose for every
-    query head.
+    Differs from the authors' code, which chooses for every query head: here each KV head has one choice, by the sum
+    over its group.
     """
 
     budget: Budget

@@ -1,4 +1,4 @@
-"""The engine: prompts in, continuations and honest memory figures out."""
+"""The engine: prompts in, continuations and memory figures out."""
 
 from __future__ import annotations
 
@@ -42,36 +42,35 @@ def _renamed(error: Exception, message: str) -> Exception:
 class Engine:
     """Serves a compressed or stock causal LM from a paged cache, many sequences at once.
 
-    `generate` and `score` run to the end; `submit`, `step` and `abort` are what they are made of, `stream` hands out
-    tokens as they come, `session` keeps the cache between turns. One thread at a time.
+    `generate` and `score` run requests to their end. They call `submit`, `step` and `abort`. `stream` yields
+    tokens as they come, `session` keeps the cache between turns. The engine is not thread-safe.
 
     Args:
         model: from `retrofit`, `load_model` or `AutoModelForCausalLM`, in eval mode.
         tokenizer: needed for prompts given as text, and for stop strings.
-        policy: such as `dmc.policies.H2O`; None, or a ratio of 1: what the model's own gates do, or the full cache.
+        policy: such as `dmc.policies.H2O`; None, or a ratio of 1: the model's own gates, or the full cache.
         block_size: entries per page.
-        memory: room for the cache's pages: bytes (int), a fraction of the device's free memory (float), "auto" (most of
-            what is free beside the activations of the largest pass, no more than `max_batch_size` sequences of the
-            model's full length), "auto/2" as one of two engines that share it; None: grow as needed.
-        kernels: backend name, "auto" picks.
+        memory: room for the cache's pages. Bytes (int); a fraction of the device's free memory (float); "auto": what
+            the activations of the largest pass leave, at most `max_batch_size` sequences of the model's full length;
+            "auto/2": for one of two engines on the device; None: grow as needed.
+        kernels: backend name; "auto" chooses one.
         max_batch_size: sequences in the cache at the same time, resting sessions included.
         prefill_chunk_size: most prompt tokens of one sequence in one forward pass; None: the whole prompt.
-        token_budget: most tokens in one forward pass, over all sequences; None: no limit. Prompts under a policy are
-            cut by `prefill_chunk_size` alone: whole, their layers are compressed one after the other.
-        prefix_cache: whether beginnings that requests share are computed once, and kept as long as there is room. Under
-            a policy they are computed again: what stays then depends on where a prompt ends.
-        compile: whether decoder layers are compiled by torch.compile, around their attention, in passes that only
-            decode, the first of which take the seconds of it; "auto": on a GPU, where they can be.
-        cuda_graphs: whether steps that only decode are recorded as CUDA graphs, one for each power of two of sequences,
-            and replayed, the choice of tokens included; "auto": where they can be, not under policies that ask
-            the host while generating. A model that waits for the device goes on without them, with a warning.
-        kv_cache_dtype: what keys and values of slots are stored in: "auto", the model's dtype, or "int8", 8 bits and a
-            float32 factor for each key and each value, rounded when they are written. Raw tokens and sums that gates
-            keep beside the slots stay as they are.
+        token_budget: most tokens in one forward pass, over all sequences; None: no limit. Only `prefill_chunk_size`
+            cuts prompts under a policy.
+        prefix_cache: whether prefixes that requests share are computed once, and kept while there is room. Policies
+            compute them again, because what they keep depends on the prompt's end.
+        compile: whether torch.compile compiles the decoder layers of passes that only decode; "auto": on a GPU that
+            can. The first such passes take seconds.
+        cuda_graphs: whether steps that only decode are recorded as CUDA graphs and replayed, sampling included, with
+            one graph for each power of two of sequences; "auto": where it is possible. If recording fails, a warning
+            says so and steps run eagerly.
+        kv_cache_dtype: dtype of the stored keys and values. "auto": the model's; "int8": 8 bits, and a float32 factor
+            for each key and each value. Raw tokens and sums of the gates are not rounded.
     Raises:
         ValueError: an option is out of range, or the policy cannot work on 8 bits.
-        TypeError: the model or the policy is none.
-        NotImplementedError: a stock model attends in a way that the cache does not serve, or the policy cannot follow.
+        TypeError: `model` is no causal LM, or `policy` no policy.
+        NotImplementedError: the cache does not serve the model's attention, or the policy does not.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Engine:
         recorded_length = context_length(model.config) if cuda_graphs else None
         self.cache = PagedCache(layout, max_batch_size, block_size, num_blocks, recorded_length)
         self.policy = policy
-        """What compresses beside the model's own gates; None: nothing."""
+        """The policy that compresses, beside the model's own gates; None: no policy."""
         record = GpuRecorder(layout.device) if cuda_graphs else None
         self._runner = Runner(model, self.cache, kernels, policy, record, compiles=is_compiled(model, layout, compile))
         self._prefixes = PrefixCache(self.cache) if prefix_cache and policy is None else None
@@ -136,11 +135,11 @@ class Engine:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes that the prefix cache alone holds; it gives its blocks up when a sequence needs them."""
+        """Bytes that the prefix cache alone holds; its blocks are freed when a sequence needs them."""
         return 0 if self._prefixes is None else self._prefixes.num_bytes
 
     def clear_prefix_cache(self) -> None:
-        """Forget what was computed before; needed when the model's weights have changed."""
+        """Empty the prefix cache; call it after a change of the model's weights."""
         if self._prefixes is not None:
             self._prefixes.empty()
 
@@ -151,12 +150,12 @@ class Engine:
         progress: bool | None = None,
         after: Collection[list[int]] | None = None,
     ) -> list[Generation]:
-        """Continue prompts together; each gets what it would get alone.
+        """Continue prompts in one batch; each gets the tokens that it gets alone.
 
         Args:
             prompts: texts or token ids, not empty.
             params: sampling parameters of all prompts, or a list of one for each.
-            progress: whether to show a bar on stderr; None: if that is a terminal and it takes more than a few seconds.
+            progress: whether to show a bar on stderr; None: on a terminal, after a few seconds.
             after: tokens fed after each prompt has been compressed, as a session's next turn; may be empty.
         Returns:
             A generation for each prompt, in their order.
@@ -181,9 +180,9 @@ class Engine:
             session: session whose next turn the prompt is; None: a request without a session.
             after: tokens fed after the prompt has been compressed, as a session's next turn; None: nothing.
         Raises:
-            ValueError: the prompt is empty, names unknown tokens or can never fit the memory; text or stop strings are
-                given without a tokenizer; the session is closed, another engine's or its last turn has not finished.
-            TypeError: an argument is of another kind.
+            ValueError: the prompt is empty, has unknown tokens or can never fit the memory; text or stop strings need a
+                tokenizer; the session is closed, belongs to another engine, or its last turn has not finished.
+            TypeError: an argument has another type.
         """
         request = self._inputs.request(after or prompt, params, session, context=prompt if after else None)
         self._start(request)
@@ -197,8 +196,8 @@ class Engine:
             request that cannot continue (its logits are not finite, its logits processor raises, it outgrows the
             memory, its pass fails) ends with its `error` set and without an event.
         Raises:
-            BaseException: an error that is no `Exception`, such as Ctrl-C, or one outside of a pass. All requests have
-                then been aborted and all blocks are free; sessions keep their tokens and are computed again.
+            BaseException: Ctrl-C, or an error outside of a pass. All requests are then aborted and all blocks free;
+                sessions keep their tokens and are computed again.
         """
         return self._core.step()
 
@@ -235,7 +234,7 @@ class Engine:
             raise _renamed(error, f"request {failed[0]} of {len(requests)} (from 0){more}: {error}") from error
 
     def abort(self, request: Request) -> None:
-        """Abort a request and free its blocks; the tokens so far become its generation, and there is no event.
+        """Abort a request and free its blocks; its generation holds the tokens so far. There is no event.
 
         Raises:
             ValueError: it was submitted to another engine.
@@ -270,7 +269,7 @@ class Engine:
         return self._core.stats(request) if request.outcome is None else request.outcome.stats
 
     def settled_events(self) -> list[TokenEvent]:
-        """Take the events of a step that `stats` or `abort` has had to read; else the next `step` returns them."""
+        """Take the events of a step that `stats` or `abort` has read; otherwise the next `step` returns them."""
         return self._core.take_settled()
 
     def session(self) -> Session:
@@ -278,22 +277,22 @@ class Engine:
         return Session(self, self._core)
 
     def save(self, session: Session, folder: str | Path, overwrite: bool = False) -> None:
-        """Write what a session holds, compressed as it is, for `load`; all of it is there, or nothing.
+        """Write a session's compressed cache to a folder, for `load`; a failed write leaves no folder.
 
         Args:
             session: its last turn has finished.
             folder: a new or empty folder; each of several ranks writes a folder of its own there.
             overwrite: whether a cache that was saved there is replaced.
         Raises:
-            FileExistsError: the folder holds something else.
-            ValueError: the session holds nothing, or its policy keeps something outside the pages.
+            FileExistsError: the folder holds other files.
+            ValueError: the session is empty, or its policy keeps state outside the pages.
         """
         carried_cache.save(self._core, self.policy, self._inputs.sequence(session), Path(folder), overwrite)
 
     def load(self, folder: str | Path) -> Session:
-        """Read a session that `save` has written; it goes on as the one that was saved, as often as it is read.
+        """Read a session that `save` has written; each call returns a session of its own.
 
-        Where there is no room for it, its next turn computes it again.
+        If there is no room for it, its next turn computes it again.
 
         Raises:
             FileNotFoundError: the folder holds no saved session.
@@ -327,12 +326,11 @@ class Engine:
         Args:
             prompts: texts, token ids, or sessions, which continue from their cache and can then only be closed.
             continuations: texts or token ids, one for each prompt.
-            keep: reduces the log-probabilities, [n, vocab], to what is returned: those of whole vocabularies are
-                gigabytes for a long continuation.
-            after: tokens fed between each prompt and its continuation, as a session's next turn, once the prompt has
-                been compressed; None: nothing.
+            keep: reduces the log-probabilities, [n, vocab], to what is returned. Whole vocabularies take gigabytes for
+                a long continuation.
+            after: tokens fed after each prompt has been compressed and before its continuation; None: nothing.
         Raises:
-            ValueError: see `score`; or there are not as many of each.
+            ValueError: see `score`; or the lists have different lengths.
         """
         requests = self._inputs.scored(prompts, continuations, keep, after)
         generations = self._run_together(requests)

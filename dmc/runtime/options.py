@@ -31,7 +31,7 @@ class SamplingParams:
     temperature: Annotated[StrictFloat, Field(ge=0)] = 1.0
     """0 is greedy."""
     top_k: Count | Literal[-1] | None = None
-    """Sample among the k most likely tokens, and those as likely as the k-th; None or -1: among all."""
+    """Sample among the k most likely tokens and ties with the k-th; None or -1: among all tokens."""
     top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens whose probabilities reach this sum, in (0, 1]."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
@@ -43,7 +43,7 @@ class SamplingParams:
     stop: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
     """Stop when the text contains one of these; the text ends before it. Needs a tokenizer."""
     n: Count = 1
-    """Number of continuations of the prompt, which is computed once; the i-th samples like a request with seed + i."""
+    """Number of continuations of the prompt, which is computed once; continuation i samples as with seed + i."""
     min_p: Share = 0.0
     """Sample among tokens whose probability is at least this share of the most likely one's, in [0, 1]."""
     repetition_penalty: Positive = 1.0
@@ -51,9 +51,9 @@ class SamplingParams:
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that have been generated (as OpenAI does), in [-2, 2]."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted from these as often as they have been generated, in [-2, 2]."""
+    """Subtracted from a token's logit once for each time it has been generated, in [-2, 2]."""
     logit_bias: dict[NonNegative, Bias] = field(default_factory=dict, hash=False)
-    """Added to the logits of these tokens, in [-100, 100]; the ends all but forbid or force a token."""
+    """Added to the logits of these tokens, in [-100, 100]; -100 almost forbids a token, 100 almost forces it."""
     top_logprobs: NonNegative = 0
     """How many of the most likely tokens are reported with each token, under the unmodified distribution."""
     prompt_logprobs: NonNegative | None = None
