@@ -3,11 +3,10 @@
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 training.activation_checkpointing=true
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 trainer.compile=true
 
-Without trainer.compile each operation is a kernel. With it the compiled regions are those of the run: Inductor lowers and
-fuses them as for a GPU, and stops before it writes code. A kernel reads its inputs once and writes its outputs once.
-Launches are all kernels; bytes are those of glue, that is of all but matrix products and attention, beside which those
-of attention are told. Counted on two and three layers, and so of one; the optimizer's of a step, all else of a
-micro-batch.
+Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions as for a GPU, and
+stops before it writes code. A kernel reads its inputs once, and writes its outputs once. Launches are all kernels; bytes
+are those of glue, all but matrix products and attention, and apart those of attention. Counted on two and three layers,
+and so of one; the optimizer's of a step, all else of a micro-batch.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ GB = 1e9
 
 
 class Glue(TorchDispatchMode):
-    """Counts launches, and bytes of those that are neither products nor attention, by phase; attention's bytes apart."""
+    """Counts launches, bytes of those that are neither products nor attention, and bytes of attention, by phase."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -93,7 +92,7 @@ class Glue(TorchDispatchMode):
             self.phase = before
 
     def compiled(self, graph: Any, inputs: Any) -> Any:
-        """Lower a region as Inductor does, count its kernels, and run it as it is written: a backend of torch.compile."""
+        """Count the kernels of a region, and run it as it is written: a backend of torch.compile."""
         with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}):
             return compile_fx.compile_fx(graph, inputs, inner_compile=self._counted)
 

@@ -20,6 +20,7 @@ from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
 from dmc.training.optimizer_step import OptimizerStep
+from dmc.training.recompute import recompute
 from dmc.training.run_base import base_of
 from dmc.training.stages import Plan, StepState
 from dmc.training.strategies.parallelism import Parallelism, keep_rows
@@ -80,9 +81,7 @@ class RetrofitModule(LightningModule):
         """When the last step ended, by `time.perf_counter`."""
         self.micro_batch_metrics: list[dict[str, Tensor]] = []
         """Metrics of each micro-batch of the current step: losses, and shares of the cache held."""
-        if config.training.activation_checkpointing:
-            name = "activation_checkpointing_enable"  # older versions of transformers have another name
-            getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute(model, config.training.activation_checkpointing)
         if config.training.gates_only and self.has_gates:
             train_gates_only(model)
         for_unpadded(self.model)

@@ -1,4 +1,4 @@
-"""The settings with which a run communicates least: how large a micro-batch, and where weights and gradients travel."""
+"""The settings with which a run communicates and recomputes least, and how large its micro-batch then is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from dataclasses import dataclass
 
 from dmc.training.config import RunConfig
 from dmc.training.planning.peak_memory import Memory
+from dmc.training.recompute import Recompute
 
 HEADROOM = 0.1
 """Share of a device's memory that a proposal leaves free."""
 IN_NODE, BETWEEN_NODES = 450e9, 50e9
 """Bytes per second that a GPU sends: an H100's NVLink, and its adapter of 400 Gb/s. Their ratio decides."""
+PRODUCTS = 400e12
+"""Operations per second of matrix products that a GPU does, an H100 in bfloat16: what recomputation takes."""
+RECOMPUTED: dict[Recompute, float] = {False: 0.0, "selective": 0.2, True: 1.0}
+"""Share of a forward pass that is computed again; of a layer without its products and attention it is counted."""
 FIXED = ("weights", "gradients", "optimizer states", "teacher", "gathered weights", "gradients on their way", "buckets")
 """Components that do not grow with the micro-batch."""
+OF_TRAINING = ("activation_checkpointing", "micro_batch_size")
+"""What of a layout is in `training`, and not in `trainer`."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +31,20 @@ class Layout:
     strategy: str
     shard_size: int | None
     accumulate_locally: bool
+    activation_checkpointing: Recompute
     micro_batch_size: int
 
     @classmethod
     def of(cls, config: RunConfig) -> Layout:
         """Read that of a run."""
         trainer = config.trainer
-        size = config.training.micro_batch_size
-        return cls(trainer.strategy, trainer.shard_size, trainer.accumulate_locally, size)
+        given = config.training.activation_checkpointing, config.training.micro_batch_size
+        return cls(trainer.strategy, trainer.shard_size, trainer.accumulate_locally, *given)
 
     def of_run(self, config: RunConfig) -> RunConfig:
         """Give a run that differs in this."""
         values = dataclasses.asdict(self)
-        training = dataclasses.replace(config.training, micro_batch_size=values.pop("micro_batch_size"))
+        training = dataclasses.replace(config.training, **{name: values.pop(name) for name in OF_TRAINING})
         return dataclasses.replace(config, training=training, trainer=dataclasses.replace(config.trainer, **values))
 
     def settings(self, before: Layout) -> list[str]:
@@ -44,7 +52,7 @@ class Layout:
         changed = []
         for name, value in dataclasses.asdict(self).items():
             if value != getattr(before, name):
-                group = "training" if name == "micro_batch_size" else "trainer"
+                group = "training" if name in OF_TRAINING else "trainer"
                 changed.append(f"{group}.{name}={'null' if value is None else str(value).lower()}")
         return changed
 
@@ -63,7 +71,7 @@ class Proposal:
 def propose(
     config: RunConfig, num_local: int, device_bytes: float, memory: Memory, measure: Callable[[RunConfig], Memory]
 ) -> Proposal | None:
-    """Find settings with less communication, and then with fewer passes, that fit with `HEADROOM`.
+    """Find settings with less communication and recomputation, then with fewer passes, that fit with `HEADROOM`.
 
     What is proposed has been traced; what is left out has been estimated from peaks traced at two micro-batches or more
     (see `_Peaks`), so that a larger micro-batch that fits is never missed.
@@ -78,44 +86,46 @@ def propose(
         None: the run's own settings are the best, or nothing fits.
     """
     current, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
-    layouts = sorted(_layouts(config, num_local), key=lambda layout: _cost(layout.of_run(config), num_local, memory))
+    layouts = sorted(_layouts(config, num_local), key=lambda layout: cost(layout.of_run(config), num_local, memory))
     sizes = sorted({layout.micro_batch_size for layout in layouts})
-    peaks = _Peaks(config, num_local, memory)
+    peaks = {how: _Peaks(config, num_local) for how in RECOMPUTED}
+    peaks[current.activation_checkpointing].add(current, memory)
     traced = {current: memory}
 
     def fits(layout: Layout) -> bool:
         if layout == current:
             return memory.total <= device_bytes
-        return (traced[layout].total if layout in traced else peaks.estimate(layout)) <= limit
+        of_mode = peaks[layout.activation_checkpointing]
+        return (traced[layout].total if layout in traced else of_mode.estimate(layout)) <= limit
 
     while (best := next(filter(fits, layouts), None)) is not None:
+        of_mode = peaks[best.activation_checkpointing]
         if best in traced:
             place = sizes.index(best.micro_batch_size)
-            if peaks.is_known or len(sizes) == 1:
+            if of_mode.is_known or len(sizes) == 1:
                 larger = dataclasses.replace(best, micro_batch_size=sizes[min(place + 1, len(sizes) - 1)])
-                if larger in traced or not peaks.may_be_less(larger):
+                if larger in traced or not of_mode.may_be_less(larger):
                     break
                 best = larger
             else:
                 best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
         traced[best] = measure(best.of_run(config))
-        peaks.add(best, traced[best])
+        of_mode.add(best, traced[best])
     if best is None or best == current:
         return None
     return Proposal(best.settings(current), traced[best], _passes(best.of_run(config), num_local))
 
 
 class _Peaks:
-    """Peaks over the micro-batch, of which some are traced; those of another layout differ in the states they hold.
+    """Peaks over the micro-batch, of which some are traced, of layouts that recompute alike: they differ in the states.
 
     A peak is the largest of several straight lines over the micro-batch. So the line through two traced ones is never
     too low between them, and never too high beyond them.
     """
 
-    def __init__(self, config: RunConfig, num_local: int, memory: Memory) -> None:
-        self._config, self._num_local, self._memory = config, num_local, memory
+    def __init__(self, config: RunConfig, num_local: int) -> None:
+        self._config, self._num_local = config, num_local
         self._totals: dict[int, float] = {}
-        self.add(Layout.of(config), memory)
 
     @property
     def is_known(self) -> bool:
@@ -128,10 +138,13 @@ class _Peaks:
 
     def add(self, layout: Layout, memory: Memory) -> None:
         """Take down a traced peak."""
+        self._memory = memory
         self._totals[layout.micro_batch_size] = memory.total - self._held(layout)
 
     def estimate(self, layout: Layout) -> float:
-        """Estimate a peak."""
+        """Estimate a peak; where none is traced, so low that one will be."""
+        if not self._totals:
+            return 0.0
         size, sampled = layout.micro_batch_size, sorted(self._totals)
         if not self.is_known:  # all that grows does so in proportion, which is too much
             grows = sum(value for name, value in self._memory.components.items() if name not in FIXED)
@@ -163,6 +176,8 @@ def _layouts(config: RunConfig, num_local: int) -> list[Layout]:
         layouts += [dataclasses.replace(layout, accumulate_locally=not layout.accumulate_locally) for layout in layouts]
     per_rank = config.training.batch_size // _num_ranks(config, num_local)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    hows = (current.activation_checkpointing, *RECOMPUTED)
+    layouts = [dataclasses.replace(layout, activation_checkpointing=how) for layout in layouts for how in hows]
     found = [dataclasses.replace(layout, micro_batch_size=size) for layout in layouts for size in sizes]
     return list(dict.fromkeys([current, *found]))
 
@@ -176,8 +191,8 @@ def _passes(config: RunConfig, num_local: int) -> int:
     return config.training.accumulation(_num_ranks(config, num_local))
 
 
-def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
-    """Return the seconds that a rank sends in a step, if nothing is hidden behind computation, and its passes.
+def cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
+    """Return the seconds that a rank sends and recomputes in a step, if nothing hides another, and its passes.
 
     Weights are gathered for forward and for backward, a teacher's for forward; gradients are float32.
     """
@@ -189,4 +204,6 @@ def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int
     sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients
     seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
     seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
-    return seconds, passes
+    tokens = config.training.tokens_per_step / _num_ranks(config, num_local)
+    recomputed = RECOMPUTED[config.training.activation_checkpointing] * 2 * memory.num_weights * tokens / tensor
+    return seconds + recomputed / PRODUCTS, passes
