@@ -3,8 +3,8 @@
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 training.activation_checkpointing=true
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 trainer.compile=true
 
-Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions as for a GPU, and
-stops before it writes code. A kernel reads its inputs once, and writes its outputs once. Launches are all kernels; bytes
+Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions as for a GPU
+and stops before it writes code. A kernel reads inputs once, and writes outputs once. Launches are all kernels; bytes
 are those of glue, all but matrix products and attention, and apart those of attention. Counted on two and three layers,
 and so of one; the optimizer's of a step, all else of a micro-batch.
 """
@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dmc.models import token_losses
+from dmc.models.masked_attention import fused
 from dmc.training.config.run_config import run_config
 from dmc.training.module import compile_regions
 from dmc.training.planning import fake_step as steps
@@ -44,7 +45,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
 ATTENTION = ("_scaled_dot_product", "masked_attention")
 ROW_LOSSES = "row_losses"
 """The kernel of the losses over a vocabulary, which is no product."""
-ASKS = ("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_", "lift_fresh")
+ASKS = ("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_", "lift_fresh", "resize_")
 """What launches nothing."""
 OVERWRITES = ("copy_", "zero_", "fill_", "rand", "uniform_")
 """What does not read the tensor that it writes."""
@@ -76,11 +77,18 @@ class Glue(TorchDispatchMode):
             moved = sum(map(bytes_of, _tensors((arguments[1:], out))))
         if name == ROW_LOSSES:  # which reads the logits twice
             moved += sum(map(bytes_of, _tensors(arguments[:2])))
+        if function.namespace == "dmc" and name.startswith(ATTENTION):
+            self._gather(arguments[name.endswith("backward") :])
         if name.startswith(ATTENTION):
             self.attention[self.phase] += moved
         elif not name.startswith(PRODUCTS):
             self.glue[self.phase] += moved
         return out
+
+    def _gather(self, arguments: Any) -> None:
+        """Count what attention's operator does before its kernels: it gathers the keys that count."""
+        with self:
+            fused._kept(*arguments[1:4], arguments[6], arguments[-1])
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 
 from dmc.training.config import RunConfig
 from dmc.training.planning.peak_memory import Memory
+from dmc.training.planning.start_checks import model_shape
 from dmc.training.recompute import Recompute
 
 HEADROOM = 0.1
 """Share of a device's memory that a proposal leaves free."""
 IN_NODE, BETWEEN_NODES = 450e9, 50e9
 """Bytes per second that a GPU sends: an H100's NVLink, and its adapter of 400 Gb/s. Their ratio decides."""
-PRODUCTS = 400e12
-"""Operations per second of matrix products that a GPU does, an H100 in bfloat16: what recomputation takes."""
+PRODUCTS, MEMORY = 400e12, 2.7e12
+"""Operations of matrix products and bytes per second that a GPU does, an H100 in bfloat16."""
 RECOMPUTED: dict[Recompute, float] = {False: 0.0, "selective": 0.2, True: 1.0}
 """Share of a forward pass that is computed again; of a layer without its products and attention it is counted."""
+LAUNCHES, LAUNCH = {False: 356, True: 119}, 8e-6
+"""Kernels that a pass launches for each layer, compiled or not (`benchmarks/training_bytes.py`), and the host's seconds
+for one, an assumption: passes of few tokens wait for it."""
+MARGIN = 0.05
+"""Share of a step's seconds, by these assumptions, that a proposal must save where the run fits as it is."""
+BYTES_OF_A_PASS = 18
+"""For each trained weight: it is cast, and its gradient added to the sum, in float32."""
 FIXED = ("weights", "gradients", "optimizer states", "teacher", "gathered weights", "gradients on their way", "buckets")
 """Components that do not grow with the micro-batch."""
 OF_TRAINING = ("activation_checkpointing", "micro_batch_size")
@@ -71,7 +79,7 @@ class Proposal:
 def propose(
     config: RunConfig, num_local: int, device_bytes: float, memory: Memory, measure: Callable[[RunConfig], Memory]
 ) -> Proposal | None:
-    """Find settings with less communication and recomputation, then with fewer passes, that fit with `HEADROOM`.
+    """Find settings with less communication and computation, then with fewer passes, that fit with `HEADROOM`.
 
     What is proposed has been traced; what is left out has been estimated from peaks traced at two micro-batches or more
     (see `_Peaks`), so that a larger micro-batch that fits is never missed.
@@ -86,7 +94,8 @@ def propose(
         None: the run's own settings are the best, or nothing fits.
     """
     current, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
-    layouts = sorted(_layouts(config, num_local), key=lambda layout: cost(layout.of_run(config), num_local, memory))
+    given = num_local, model_shape(config).num_hidden_layers, memory
+    layouts = sorted(_layouts(config, num_local), key=lambda layout: cost(layout.of_run(config), *given))
     sizes = sorted({layout.micro_batch_size for layout in layouts})
     peaks = {how: _Peaks(config, num_local) for how in RECOMPUTED}
     peaks[current.activation_checkpointing].add(current, memory)
@@ -112,6 +121,9 @@ def propose(
         traced[best] = measure(best.of_run(config))
         of_mode.add(best, traced[best])
     if best is None or best == current:
+        return None
+    seconds = {layout: cost(layout.of_run(config), *given)[0] for layout in (current, best)}
+    if memory.total <= device_bytes and seconds[best] > (1 - MARGIN) * seconds[current]:
         return None
     return Proposal(best.settings(current), traced[best], _passes(best.of_run(config), num_local))
 
@@ -191,8 +203,8 @@ def _passes(config: RunConfig, num_local: int) -> int:
     return config.training.accumulation(_num_ranks(config, num_local))
 
 
-def cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
-    """Return the seconds that a rank sends and recomputes in a step, if nothing hides another, and its passes.
+def cost(config: RunConfig, num_local: int, num_layers: int, memory: Memory) -> tuple[float, int]:
+    """Return the seconds that a rank sends and computes in a step, if nothing hides another, and its passes.
 
     Weights are gathered for forward and for backward, a teacher's for forward; gradients are float32.
     """
@@ -204,6 +216,8 @@ def cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]
     sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients
     seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
     seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
-    tokens = config.training.tokens_per_step / _num_ranks(config, num_local)
-    recomputed = RECOMPUTED[config.training.activation_checkpointing] * 2 * memory.num_weights * tokens / tensor
-    return seconds + recomputed / PRODUCTS, passes
+    tokens = config.training.tokens_per_step / _num_ranks(config, num_local) / passes
+    units = 3 + RECOMPUTED[config.training.activation_checkpointing]
+    computed = units * 2 * memory.num_weights * tokens / tensor / PRODUCTS
+    computed += BYTES_OF_A_PASS * memory.num_trained / shard / tensor / MEMORY
+    return seconds + passes * max(computed, num_layers * LAUNCHES[trainer.compile] * LAUNCH), passes

@@ -51,7 +51,7 @@ def test_of_all_that_fits_what_sends_and_recomputes_least_is_proposed():
         limit = totals[given] + 1000
         device = dataclasses.replace(alone.device, memory_gib=limit / (1 - HEADROOM) / GIB)
         fitting = [layout for layout in layouts if totals[layout] <= limit]
-        best = min(fitting, key=lambda layout: cost(layout.of_run(config), 2, alone.memory))
+        best = min(fitting, key=lambda layout: cost(layout.of_run(config), 2, 3, alone.memory))
         better = propose_settings(config, dataclasses.replace(alone, device=device))
         assert better.settings == best.settings(layouts[0])
         assert better.memory.total == totals[best] and better.passes == 4 // best.micro_batch_size
@@ -106,7 +106,8 @@ def test_weights_are_divided_inside_a_node_where_they_fit_and_gradients_travel_o
     ],
 )
 def test_what_fits_with_less_recomputed_is_proposed_before_a_larger_micro_batch(gigabytes, settings):
-    config = gpus(training__micro_batch_size=32, training__batch_size=32, training__activation_checkpointing=True)
+    options = {"training__activation_checkpointing": True, "training__sequence_length": 4096}
+    config = gpus(training__micro_batch_size=32, training__batch_size=32, **options)
     a_sequence = {False: 2e9, "selective": 1.5e9, True: 1e9}
     least = {False: 50e9, "selective": 20e9, True: 2e9}
 
