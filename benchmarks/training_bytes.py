@@ -88,7 +88,8 @@ class Glue(TorchDispatchMode):
     def _gather(self, arguments: Any) -> None:
         """Count what attention's operator does before its kernels: it gathers the keys that count."""
         with self:
-            fused._kept(*arguments[1:4], arguments[6], arguments[-1])
+            key, value, log_keep = arguments[1:4]
+            fused._kept(key, value, log_keep, arguments[6], arguments[-1])
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -104,7 +105,7 @@ class Glue(TorchDispatchMode):
         with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}):
             return compile_fx.compile_fx(graph, inputs, inner_compile=self._counted)
 
-    def _counted(self, graph: Any, inputs: Any, is_backward: bool = False, **_: Any) -> Callable[..., Any]:
+    def _counted(self, graph: Any, inputs: Any, is_backward: bool = False, **_: Any) -> Any:
         copied = torch.fx.GraphModule(graph, deepcopy(graph.graph))
         launches, moved = kernels_of(copied, inputs, is_backward)
         attended = sum(map(moved_by, graph.graph.nodes))
