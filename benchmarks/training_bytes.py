@@ -1,76 +1,197 @@
 """Count what a micro-batch launches and moves, on tensors without data: no GPU is needed, and nothing is timed.
 
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 training.activation_checkpointing=true
+python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 trainer.compile=true
 
-Layers are those of code that is not compiled: each operation reads its inputs and writes its outputs. Products and the
-attention kernel are left out; the rest is glue that moves bytes. Counted on two and three layers, and so of one.
+Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions as for a GPU
+and stops before it writes code. A kernel reads inputs once, and writes outputs once. Launches are all kernels; bytes
+are those of glue, all but matrix products and attention, and apart those of attention. Counted on two and three layers,
+and so of one; the optimizer's of a step, all else of a micro-batch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import MultiOutput
+from torch._inductor.scheduler import ExternKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
+from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dmc.models import token_losses
+from dmc.models.masked_attention import fused
 from dmc.training.config.run_config import run_config
+from dmc.training.module import compile_regions
 from dmc.training.planning import fake_step as steps
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
+ATTENTION = ("_scaled_dot_product", "masked_attention")
 ROW_LOSSES = "row_losses"
 """The kernel of the losses over a vocabulary, which is no product."""
+ASKS = ("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_", "lift_fresh", "resize_")
+"""What launches nothing."""
+OVERWRITES = ("copy_", "zero_", "fill_", "rand", "uniform_")
+"""What does not read the tensor that it writes."""
+PHASES = ("teacher", "forward", "loss", "backward", "optimizer")
 GB = 1e9
 
 
 class Glue(TorchDispatchMode):
-    """Counts launches, and gigabytes of those that are neither products nor attention, by phase."""
+    """Counts launches, bytes of those that are neither products nor attention, and bytes of attention, by phase."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let regions be compiled while this counts."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.launches = "forward", Counter[str]()
-        self.gigabytes: dict[str, float] = defaultdict(float)
+        self.phase = "forward"
+        self.launches, self.glue, self.attention = Counter[str](), Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         out = function(*arguments, **(keywords or {}))
         name = function.overloadpacket.__name__
-        if function.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_")):
+        if function.is_view or function.namespace in ("prim", "prims") or name.startswith(ASKS):
             return out
         self.launches[self.phase] += 1
+        moved = sum(map(bytes_of, _tensors((arguments, keywords, out))))
+        if name.startswith(OVERWRITES):
+            moved = sum(map(bytes_of, _tensors((arguments[1:], out))))
         if name == ROW_LOSSES:  # which reads the logits twice
-            self._move(arguments[:2])
-        if (function.namespace != "dmc" or name == ROW_LOSSES) and not name.startswith(PRODUCTS):
-            self._move((arguments, keywords, out))
+            moved += sum(map(bytes_of, _tensors(arguments[:2])))
+        if function.namespace == "dmc" and name.startswith(ATTENTION):
+            self._gather(arguments[name.endswith("backward") :])
+        if name.startswith(ATTENTION):
+            self.attention[self.phase] += moved
+        elif not name.startswith(PRODUCTS):
+            self.glue[self.phase] += moved
         return out
 
-    def _move(self, values: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        self.gigabytes[self.phase] += sum(tensor.numel() * tensor.element_size() for tensor in tensors) / GB
+    def _gather(self, arguments: Any) -> None:
+        """Count what attention's operator does before its kernels: it gathers the keys that count."""
+        with self:
+            key, value, log_keep = arguments[1:4]
+            fused._kept(key, value, log_keep, arguments[6], arguments[-1])
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count for a phase, and then go on with the one before."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def compiled(self, graph: Any, inputs: Any) -> Any:
+        """Count the kernels of a region, and run it as it is written: a backend of torch.compile."""
+        with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}):
+            return compile_fx.compile_fx(graph, inputs, inner_compile=self._counted)
+
+    def _counted(self, graph: Any, inputs: Any, is_backward: bool = False, **_: Any) -> Any:
+        copied = torch.fx.GraphModule(graph, deepcopy(graph.graph))
+        launches, moved = kernels_of(copied, inputs, is_backward)
+        attended = sum(map(moved_by, graph.graph.nodes))
+
+        def run(*given: Any) -> Any:
+            self.launches[self.phase] += launches
+            self.glue[self.phase] += moved
+            self.attention[self.phase] += attended
+            with self.paused():
+                return graph(*given)
+
+        return make_boxed_func(run)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing."""
+        counts = self.launches, self.glue, self.attention
+        self.launches, self.glue, self.attention = Counter(), Counter(), Counter()
+        try:
+            yield
+        finally:
+            self.launches, self.glue, self.attention = counts
+
+
+def moved_by(node: torch.fx.Node) -> int:
+    """Count the bytes of an operation of a graph if it is attention."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._opname.startswith(ATTENTION):
+        return 0
+    return sum(bytes_of(tensor) for part in (*node.all_input_nodes, node) for tensor in _tensors(part.meta["val"]))
+
+
+def kernels_of(graph: torch.fx.GraphModule, inputs: Any, is_backward: bool) -> tuple[int, int]:
+    """Count the kernels that Inductor makes of a graph, as for a GPU, and the bytes of its loops; nothing is run."""
+    symbols = (size for tensor in inputs for size in (tensor, *getattr(tensor, "shape", ())))
+    shape_env = next((size.node.shape_env for size in symbols if isinstance(size, torch.SymInt)), None)
+    compile_fx.view_to_reshape(graph)
+    with V.set_fake_mode(compile_fx.fake_tensor_prop(graph, inputs)):
+        compile_fx._recursive_record_original_output_strides(graph)
+        compile_fx._recursive_post_grad_passes(graph, is_inference=False)
+        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=shape_env, is_backward=is_backward)
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), DebugContext():
+            lowering.run(*inputs)
+            lowering.init_wrapper_code()
+            lowering._update_scheduler()
+            nodes = lowering.scheduler.nodes
+            loops = [node for node in nodes if isinstance(node, (SchedulerNode, FusedSchedulerNode))]
+            called = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
+            launches = len(loops) + sum(not isinstance(node.node, MultiOutput) for node in called)
+            return launches, sum(node.get_read_write_buffers_sizes() for node in loops)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Count a tensor's bytes, those of a repeated one once."""
+    numbers = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numbers *= size if stride else 1
+    return numbers * tensor.element_size()
 
 
 def count(config: Any, num_layers: int) -> Glue:
-    """Count a micro-batch of the first layers of a run's model: teacher, student, loss, backward."""
+    """Count a micro-batch of the first layers of a run's model, and its optimizer's step."""
+    glue = Glue()
     with steps.fake_step(config, range(num_layers)) as step:
-        module, glue = step.module, Glue()
+        module = step.module
         module.model.lm_head.most_chunks = None
-        if module.teacher is not None:
-            read = module.teacher.read
+        head, teacher = module.model.lm_head, module.teacher
+        if config.trainer.compile:
+            torch._dynamo.reset()
+            torch.compiler.set_default_backend(glue.compiled)
+            compile_regions(module.model)
+            for layer in () if teacher is None or not teacher.owns_weights else teacher.model.model.layers:
+                layer.compile()
+            with glue.paused():  # compiles
+                step.micro_batch()
+        if teacher is not None:
+            read = teacher.read
 
             def reading(*given: Any) -> Any:
-                glue.phase = "teacher"
-                found = read(*given)
-                glue.phase = "forward"
-                return found
+                with glue.during("teacher"):
+                    return read(*given)
 
-            module.teacher.read = reading  # type: ignore
-        head = module.model.lm_head
+            teacher.read = reading  # type: ignore
         head.register_forward_pre_hook(lambda *_: setattr(glue, "phase", "loss"))
         head.register_forward_hook(lambda *_: setattr(glue, "phase", "forward"))
         head.register_full_backward_pre_hook(lambda *_: setattr(glue, "phase", "loss"))
@@ -78,15 +199,15 @@ def count(config: Any, num_layers: int) -> Glue:
         backward = Tensor.backward
 
         def going_back(loss: Tensor, **options: Any) -> None:
-            glue.phase = "backward"
-            backward(loss, **options)
+            with glue.during("backward"):
+                backward(loss, **options)
 
-        Tensor.backward = going_back  # type: ignore
-        try:
-            with glue:
-                step.micro_batch()
-        finally:
-            Tensor.backward = backward  # type: ignore
+        with patch.object(Tensor, "backward", going_back), glue:
+            step.micro_batch()
+            with glue.during("optimizer"):
+                step.average_and_decide()
+                step.optimizer.step()
+    torch.compiler.set_default_backend(None)
     return glue
 
 
@@ -98,18 +219,18 @@ def main() -> None:
     token_losses.CHUNK_ELEMENTS = getattr(token_losses, "CHUNK_ELEMENTS_OF_GPU", token_losses.CHUNK_ELEMENTS)
     torch.manual_seed(0)
     fewer, more = count(config, 2), count(config, 3)
-    layers = config.base.shape["num_hidden_layers"]
-    total = 0.0
-    print(f"{'phase':<10}{'launches/layer':>16}{'GB/layer':>10}{'launches':>10}{'GB':>8}")
-    for phase in ("teacher", "forward", "loss", "backward"):
-        one = [getattr(more, name)[phase] - getattr(fewer, name)[phase] for name in ("launches", "gigabytes")]
-        whole = [
-            getattr(fewer, name)[phase] + (layers - 2) * one[place]
-            for place, name in enumerate(("launches", "gigabytes"))
-        ]
-        total += whole[1]
-        print(f"{phase:<10}{one[0]:>16.0f}{one[1]:>10.2f}{whole[0]:>10.0f}{whole[1]:>8.0f}")
-    print(f"{'total':<46}{total:>8.0f}")
+    layers, total = config.base.shape["num_hidden_layers"], Counter[str]()
+    print(f"{'phase':<10}{'launches/layer':>16}{'GB/layer':>10}{'launches':>10}{'GB':>8}{'attention, GB':>15}")
+    for phase in PHASES:
+        whole = {}
+        for name in ("launches", "glue", "attention"):
+            first, second = (getattr(counted, name)[phase] for counted in (fewer, more))
+            whole[name] = (second - first, first + (layers - 2) * (second - first))
+            total[name] += 0 if phase == "optimizer" else whole[name][1]
+        (launched, launches), (one, moved), (_, attended) = whole.values()
+        print(f"{phase:<10}{launched:>16}{one / GB:>10.2f}{launches:>10}{moved / GB:>8.0f}{attended / GB:>15.0f}")
+    name = "micro-batch"
+    print(f"{name:<36}{total['launches']:>10}{total['glue'] / GB:>8.0f}{total['attention'] / GB:>15.0f}")
 
 
 if __name__ == "__main__":

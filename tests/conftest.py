@@ -155,11 +155,11 @@ def pytest_collection_modifyitems(items):
     """Leave out what this machine cannot run, and say why (`-ra` prints it)."""
     if CHROMIUM is None:
         for item in items:
-            if "browser" in item.keywords:
+            if item.get_closest_marker("browser"):
                 item.add_marker(pytest.mark.skip(reason="needs Chromium, this machine has none"))
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, this machine has none"))
 
 

@@ -18,6 +18,7 @@ from dmc.models.token_losses import LossWeights, sequence_weights, token_weights
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
 from dmc.training.config import RunConfig
+from dmc.training.recompute import recompute
 from dmc.training.run_base import base_of
 from dmc.training.stages import StepState
 from dmc.training.strategies.parallelism import Parallelism
@@ -82,9 +83,7 @@ class RetrofitModule(LightningModule):
         self.teacher: Teacher | None = None
         """Set before training if the run distills."""
         self._is_parallel = False
-        if config.training.activation_checkpointing:
-            name = "activation_checkpointing_enable"  # older versions of transformers have another name
-            getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute(model, config.training.activation_checkpointing)
         if config.training.gates_only and self.has_gates:
             train_gates_only(model)
         for_unpadded(self.model)

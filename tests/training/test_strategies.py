@@ -19,6 +19,7 @@ from launching import (
 )
 from laying import compare_tensors, lay_out, write_tensors
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,6 +30,7 @@ from dmc.training.checkpoints import find_checkpoint, read_tensors, remove, save
 from dmc.training.config import RunConfig
 from dmc.training.export import export_checkpoint
 from dmc.training.run import fresh_model, train
+from dmc.training.text_data import build_tokenizer
 
 STEPS = 12
 
@@ -231,6 +233,42 @@ def test_bfloat16_stays_near_float32(values, alone, strategy, tmp_path):
         forget_the_end(folder)
         on_ranks(values, 2, folder, trainer, expect_exact_angles, **options)
         assert logged_losses(folder) == pytest.approx(got, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_last_layer_stays_gathered_for_its_backward_and_no_longer(values, is_training):
+    values["trainer"] = trainer_of(values, "fsdp2 on 2")
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = lay_out(build_config(RunConfig, values), seed=0, backend="fake").lightning_module.model
+        with CommDebugMode() as calls, torch.set_grad_enabled(is_training):
+            logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
+            if is_training:
+                logits.sum().backward()
+        gathers = sum(count for call, count in calls.get_comm_counts().items() if "allgather" in str(call))
+        layers, ends = len(model.model.layers), 1
+        assert gathers == (2 * layers - 1 if is_training else layers) + ends
+        assert all(isinstance(parameter, DTensor) for parameter in model.model.layers[-1].parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_base_that_teaches_its_own_gates_does_so_on_each_rank(values, tmp_path):
+    config = build_config(RunConfig, values)
+    tokenizer = build_tokenizer(config)
+    fresh_model(config, len(tokenizer), seed=3).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    values["model"], values["data"]["tokenizer"] = str(tmp_path / "base"), {}
+    values["compression"] |= {"gate_input": "hidden"}
+    stages = {"retrofit": {"length": f"{STEPS} steps"}}
+    values["training"] |= {"gates_only": True, "distillation": {}, "stages": stages}
+    config = build_config(RunConfig, dict(values, output_dir=str(tmp_path / "alone")))
+    assert config.learns_from_its_base(values["base"]["shape"]["model_type"])
+    alone = train(config).folder
+    folder = on_ranks(values, 2, tmp_path / "ranks", "fsdp2", micro_batch_size=3)
+    assert_same_losses(alone, folder)
+    assert_same_folder(alone / "final", folder / "final")
 
 
 @pytest.mark.slow

@@ -226,8 +226,8 @@ class TrainingConfig:
     skip_below: Annotated[StrictFloat, Field(lt=0)] | None = -14.0
     """Tokens whose log(1 - alpha), noise included, is at most this may be left out of attention, forwards and
     backwards: below 0; -inf is exact; None: none is left out."""
-    activation_checkpointing: StrictBool = False
-    """Recompute activations in backward (non-reentrant)."""
+    activation_checkpointing: StrictBool | Literal["selective"] = False
+    """Recompute activations in backward (non-reentrant); selective: all but those of matrix products and attention."""
     branch_from: str | None = None
     """Milestone of another run to continue from, such as RUN/milestones/cr4; None: start from the base."""
     snapshot_ratios: list[Ratio] = field(default_factory=list)

@@ -20,7 +20,7 @@ from dmc.training.config import PlannerConfig, RunConfig
 from dmc.training.flops import peak_flops, run_flops_per_token
 from dmc.training.planning.disk import Disk, plan_disk
 from dmc.training.planning.peak_memory import Memory, plan_memory
-from dmc.training.planning.proposal import BETWEEN_NODES, Proposal, propose
+from dmc.training.planning.proposal import Proposal, propose
 from dmc.training.planning.start_checks import check_start, model_shape
 from dmc.training.stages import Plan
 from dmc.training.strategies.devices import devices_per_node
@@ -226,10 +226,9 @@ def proposal_line(better: Proposal, plan: TrainingPlan) -> str:
     """Say what would be better, in one line."""
     name = "gathers" if plan.strategy in ("fsdp2", "hsdp", "deepspeed_zero3") else "passes"
     peak = f"peak {better.memory.total / GIB:.1f} of {plan.device.memory_gib:.1f} GiB"
-    assumed = f"; assumed: a byte between nodes costs {BETWEEN_NODES} times one inside" if better.crosses_nodes else ""
     return (
-        f"better: {' '.join(better.settings)} ({peak}, {better.passes} {name} a step instead of {plan.micro_batches}"
-        f"{assumed})"
+        f"better: {' '.join(better.settings)} ({peak}, {better.passes} {name} a step instead of {plan.micro_batches}; "
+        "by assumed rates)"
     )
 
 

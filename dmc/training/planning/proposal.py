@@ -1,4 +1,4 @@
-"""The settings with which a run communicates least: how large a micro-batch, and where weights and gradients travel."""
+"""The settings with which a run communicates and recomputes least, and how large its micro-batch then is."""
 
 from __future__ import annotations
 
@@ -8,14 +8,29 @@ from dataclasses import dataclass
 
 from dmc.training.config import RunConfig
 from dmc.training.planning.peak_memory import Memory
+from dmc.training.planning.start_checks import model_shape
+from dmc.training.recompute import Recompute
 
 HEADROOM = 0.1
 """Share of a device's memory that a proposal leaves free."""
-BETWEEN_NODES = 9
-"""Assumed cost of a byte sent between nodes, in bytes sent in one: data sheets give an H100's NVLink 450 GB/s and its
-adapter 50 GB/s. Nothing here predicts a time."""
+# Assumed rates, of an H100's data sheet or of nothing better: they rank layouts, and predict no time.
+IN_NODE, BETWEEN_NODES = 450e9, 50e9
+"""Assumed bytes per second that a GPU sends: NVLink, and an adapter of 400 Gb/s. Their ratio decides."""
+PRODUCTS, MEMORY = 400e12, 2.7e12
+"""Assumed operations of matrix products and bytes per second that a GPU does in bfloat16."""
+RECOMPUTED: dict[Recompute, float] = {False: 0.0, "selective": 0.2, True: 1.0}
+"""Share of a forward pass that is computed again; of a layer without its products and attention it is assumed."""
+LAUNCHES, LAUNCH = {False: 381, True: 133}, 8e-6
+"""Kernels that a pass launches for each layer, compiled or not (`benchmarks/training_bytes.py`), and the host's assumed
+seconds for one: passes of few tokens wait for it."""
+MARGIN = 0.05
+"""Share of a step's assumed seconds that a proposal must save where the run fits as it is."""
+BYTES_OF_A_PASS = 18
+"""For each trained weight: it is cast, and its gradient added to the sum, in float32."""
 FIXED = ("weights", "gradients", "optimizer states", "teacher", "gathered weights", "gradients on their way", "buckets")
 """Components that do not grow with the micro-batch."""
+OF_TRAINING = ("activation_checkpointing", "micro_batch_size")
+"""What of a layout is in `training`, and not in `trainer`."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +40,20 @@ class Layout:
     strategy: str
     shard_size: int | None
     accumulate_locally: bool
+    activation_checkpointing: Recompute
     micro_batch_size: int
 
     @classmethod
     def of(cls, config: RunConfig) -> Layout:
         """Read that of a run."""
         trainer = config.trainer
-        size = config.training.micro_batch_size
-        return cls(trainer.strategy, trainer.shard_size, trainer.accumulate_locally, size)
+        given = config.training.activation_checkpointing, config.training.micro_batch_size
+        return cls(trainer.strategy, trainer.shard_size, trainer.accumulate_locally, *given)
 
     def of_run(self, config: RunConfig) -> RunConfig:
         """Give a run that differs in this."""
         values = dataclasses.asdict(self)
-        training = dataclasses.replace(config.training, micro_batch_size=values.pop("micro_batch_size"))
+        training = dataclasses.replace(config.training, **{name: values.pop(name) for name in OF_TRAINING})
         return dataclasses.replace(config, training=training, trainer=dataclasses.replace(config.trainer, **values))
 
     def settings(self, before: Layout) -> list[str]:
@@ -45,7 +61,7 @@ class Layout:
         changed = []
         for name, value in dataclasses.asdict(self).items():
             if value != getattr(before, name):
-                group = "training" if name == "micro_batch_size" else "trainer"
+                group = "training" if name in OF_TRAINING else "trainer"
                 changed.append(f"{group}.{name}={'null' if value is None else str(value).lower()}")
         return changed
 
@@ -59,14 +75,12 @@ class Proposal:
     memory: Memory
     passes: int
     """Micro-batches of each rank for one optimizer step; divided weights are gathered for each of them."""
-    crosses_nodes: bool = False
-    """Whether ranks of several nodes communicate, so that the choice rests on `BETWEEN_NODES`."""
 
 
 def propose(
     config: RunConfig, num_local: int, device_bytes: float, memory: Memory, measure: Callable[[RunConfig], Memory]
 ) -> Proposal | None:
-    """Find settings with less communication, and then with fewer passes, that fit with `HEADROOM`.
+    """Find settings with less communication and computation, then with fewer passes, that fit with `HEADROOM`.
 
     What is proposed has been traced; what is left out has been estimated from peaks traced at two micro-batches or more
     (see `_Peaks`), so that a larger micro-batch that fits is never missed.
@@ -81,45 +95,50 @@ def propose(
         None: the run's own settings are the best, or nothing fits.
     """
     current, limit = Layout.of(config), device_bytes * (1 - HEADROOM)
-    layouts = sorted(_layouts(config, num_local), key=lambda layout: _cost(layout.of_run(config), num_local, memory))
+    given = num_local, model_shape(config).num_hidden_layers, memory
+    layouts = sorted(_layouts(config, num_local), key=lambda layout: cost(layout.of_run(config), *given))
     sizes = sorted({layout.micro_batch_size for layout in layouts})
-    peaks = _Peaks(config, num_local, memory)
+    peaks = {how: _Peaks(config, num_local) for how in RECOMPUTED}
+    peaks[current.activation_checkpointing].add(current, memory)
     traced = {current: memory}
 
     def fits(layout: Layout) -> bool:
         if layout == current:
             return memory.total <= device_bytes
-        return (traced[layout].total if layout in traced else peaks.estimate(layout)) <= limit
+        of_mode = peaks[layout.activation_checkpointing]
+        return (traced[layout].total if layout in traced else of_mode.estimate(layout)) <= limit
 
     while (best := next(filter(fits, layouts), None)) is not None:
+        of_mode = peaks[best.activation_checkpointing]
         if best in traced:
             place = sizes.index(best.micro_batch_size)
-            if peaks.is_known or len(sizes) == 1:
+            if of_mode.is_known or len(sizes) == 1:
                 larger = dataclasses.replace(best, micro_batch_size=sizes[min(place + 1, len(sizes) - 1)])
-                if larger in traced or not peaks.may_be_less(larger):
+                if larger in traced or not of_mode.may_be_less(larger):
                     break
                 best = larger
             else:
                 best = dataclasses.replace(best, micro_batch_size=sizes[place - 1 if place else 1])
         traced[best] = measure(best.of_run(config))
-        peaks.add(best, traced[best])
+        of_mode.add(best, traced[best])
     if best is None or best == current:
         return None
-    passes = _passes(best.of_run(config), num_local)
-    return Proposal(best.settings(current), traced[best], passes, config.trainer.num_nodes > 1)
+    seconds = {layout: cost(layout.of_run(config), *given)[0] for layout in (current, best)}
+    if memory.total <= device_bytes and seconds[best] > (1 - MARGIN) * seconds[current]:
+        return None
+    return Proposal(best.settings(current), traced[best], _passes(best.of_run(config), num_local))
 
 
 class _Peaks:
-    """Peaks over the micro-batch, of which some are traced; those of another layout differ in the states they hold.
+    """Peaks over the micro-batch, of which some are traced, of layouts that recompute alike: they differ in the states.
 
     A peak is the largest of several straight lines over the micro-batch. So the line through two traced ones is never
     too low between them, and never too high beyond them.
     """
 
-    def __init__(self, config: RunConfig, num_local: int, memory: Memory) -> None:
-        self._config, self._num_local, self._memory = config, num_local, memory
+    def __init__(self, config: RunConfig, num_local: int) -> None:
+        self._config, self._num_local = config, num_local
         self._totals: dict[int, float] = {}
-        self.add(Layout.of(config), memory)
 
     @property
     def is_known(self) -> bool:
@@ -132,10 +151,13 @@ class _Peaks:
 
     def add(self, layout: Layout, memory: Memory) -> None:
         """Take down a traced peak."""
+        self._memory = memory
         self._totals[layout.micro_batch_size] = memory.total - self._held(layout)
 
     def estimate(self, layout: Layout) -> float:
-        """Estimate a peak."""
+        """Estimate a peak; where none is traced, so low that one will be."""
+        if not self._totals:
+            return 0.0
         size, sampled = layout.micro_batch_size, sorted(self._totals)
         if not self.is_known:  # all that grows does so in proportion, which is too much
             grows = sum(value for name, value in self._memory.components.items() if name not in FIXED)
@@ -167,6 +189,8 @@ def _layouts(config: RunConfig, num_local: int) -> list[Layout]:
         layouts += [dataclasses.replace(layout, accumulate_locally=not layout.accumulate_locally) for layout in layouts]
     per_rank = config.training.batch_size // _num_ranks(config, num_local)
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    hows = (current.activation_checkpointing, *RECOMPUTED)
+    layouts = [dataclasses.replace(layout, activation_checkpointing=how) for layout in layouts for how in hows]
     found = [dataclasses.replace(layout, micro_batch_size=size) for layout in layouts for size in sizes]
     return list(dict.fromkeys([current, *found]))
 
@@ -180,8 +204,8 @@ def _passes(config: RunConfig, num_local: int) -> int:
     return config.training.accumulation(_num_ranks(config, num_local))
 
 
-def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int]:
-    """Return the bytes that a rank sends in a step, those between nodes `BETWEEN_NODES` times, and its passes.
+def cost(config: RunConfig, num_local: int, num_layers: int, memory: Memory) -> tuple[float, int]:
+    """Return the assumed seconds that a rank sends and computes in a step, if nothing hides another, and its passes.
 
     Weights are gathered for forward and for backward, a teacher's for forward; gradients are float32.
     """
@@ -191,6 +215,10 @@ def _cost(config: RunConfig, num_local: int, memory: Memory) -> tuple[float, int
     gathered = computed * memory.num_weights * (2 if config.distillation is None else 3) / tensor
     gradients = 4 * memory.num_trained / tensor
     sent = passes * gathered + (1 if trainer.accumulate_locally else passes) * gradients
-    cost = (1 - 1 / shard) * sent * (1 if shard * tensor <= num_local else BETWEEN_NODES)
-    cost += 2 * (1 - 1 / copies) * gradients / shard * (1 if trainer.num_nodes == 1 else BETWEEN_NODES)
-    return cost, passes
+    seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
+    seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
+    tokens = config.training.tokens_per_step / _num_ranks(config, num_local) / passes
+    units = 3 + RECOMPUTED[config.training.activation_checkpointing]
+    works = units * 2 * memory.num_weights * tokens / tensor / PRODUCTS
+    works += BYTES_OF_A_PASS * memory.num_trained / shard / tensor / MEMORY
+    return seconds + passes * max(works, num_layers * LAUNCHES[trainer.compile] * LAUNCH), passes

@@ -146,8 +146,11 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
         if self.run_config.trainer.precision == "bf16-mixed":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         parts = mesh["replicate", "shard"] if self.num_copies > 1 else mesh["shard"]
-        for layer in model.model.layers:
+        *others, last = model.model.layers
+        for layer in others:
             fully_shard(layer, mesh=parts, mp_policy=policy)
+        fully_shard(last, mesh=parts, mp_policy=policy, reshard_after_forward=False)  # its backward comes next
+        last.register_forward_hook(_reshard_without_backward)
         fully_shard(model, mesh=parts, mp_policy=policy)
         if next(model.parameters()).is_meta:
             self._read_parts(model, path)
@@ -208,6 +211,12 @@ class MeshStrategy(Parallelism, ModelParallelStrategy):
                 for parameter in group["params"]:
                     optimizer.state[parameter] = no_states(parameter.detach())
         read(self.tensors())
+
+
+def _reshard_without_backward(layer: Any, *_: Any) -> None:
+    """Let no weights stay gathered that may be set before they are read again."""
+    if not torch.is_grad_enabled():
+        layer.reshard()
 
 
 def _set_full(parameter: nn.Parameter, value: Tensor) -> None:

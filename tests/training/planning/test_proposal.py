@@ -12,7 +12,7 @@ from dmc.training.config import PlannerConfig
 from dmc.training.planning.fake_step import fake_step
 from dmc.training.planning.peak_memory import Memory, plan_memory
 from dmc.training.planning.planner import GIB, plan_training, proposal_line, propose_settings
-from dmc.training.planning.proposal import HEADROOM, Layout, propose
+from dmc.training.planning.proposal import HEADROOM, RECOMPUTED, Layout, cost, propose
 
 PLANNED = ("gpt_oss_20b_cr4", "llama2_70b_cr2", "qwen3_0p6b_cr4")
 """One for each strategy; between them with several nodes, a teacher, gates alone, experts, windows and sinks."""
@@ -41,21 +41,23 @@ def test_experiments_on_gpus_that_are_alike_have_the_layout_of_the_one_that_is_p
         assert Layout.of(composed(f"experiment={name}")) == planned, name
 
 
-def test_the_largest_micro_batch_that_fits_is_proposed():
-    config = gpus(trainer__strategy="fsdp2", trainer__devices=2, training__micro_batch_size=1)
+def test_of_all_that_fits_what_sends_and_recomputes_least_is_proposed():
+    options = {"training__micro_batch_size": 1, "training__batch_size": 8, "training__sequence_length": 256}
+    config = gpus(trainer__strategy="ddp", trainer__devices=2, **options)
     alone = plan(config)
-    totals = {}
-    for size in (1, 2, 4, 8, 16, 32):
-        other = Layout("fsdp2", None, False, size).of_run(config)
-        totals[size] = plan_memory(other, 2, on_gpu=True).total
-    for best in (2, 16):
-        device = dataclasses.replace(alone.device, memory_gib=(totals[best] + 1000) / (1 - HEADROOM) / GIB)
+    layouts = [Layout("ddp", None, False, how, size) for how in RECOMPUTED for size in (1, 2, 4)]
+    totals = {layout: plan_memory(layout.of_run(config), 2, on_gpu=True).total for layout in layouts}
+    for given in layouts[1], layouts[5]:
+        limit = totals[given] + 1000
+        device = dataclasses.replace(alone.device, memory_gib=limit / (1 - HEADROOM) / GIB)
+        fitting = [layout for layout in layouts if totals[layout] <= limit]
+        best = min(fitting, key=lambda layout: cost(layout.of_run(config), 2, 3, alone.memory))
         better = propose_settings(config, dataclasses.replace(alone, device=device))
-        assert better.settings == [f"training.micro_batch_size={best}"]
-        assert better.memory.total == totals[best] and better.passes == 32 // best
-        proposed = Layout("fsdp2", None, False, best).of_run(config)
+        assert better.settings == best.settings(layouts[0])
+        assert better.memory.total == totals[best] and better.passes == 4 // best.micro_batch_size
+        proposed = best.of_run(config)
         assert propose_settings(proposed, dataclasses.replace(plan(proposed), device=device)) is None
-    assert "gathers a step instead of 32" in proposal_line(better, alone)
+    assert f"{better.passes} passes a step instead of 4" in proposal_line(better, alone)
 
 
 def peak(base, slope, knee):
@@ -65,11 +67,13 @@ def peak(base, slope, knee):
 
 @pytest.mark.parametrize(("knee", "start", "gigabytes"), cover([0, 3, 9], [1, 4, 32], [11, 14, 20, 45, 90, 400]))
 def test_no_shape_of_the_peak_hides_a_larger_micro_batch_and_few_are_traced(knee, start, gigabytes):
-    config = Layout("ddp", None, False, start).of_run(gpus(trainer__strategy="ddp", trainer__devices=2))
+    config = Layout("ddp", None, False, False, start).of_run(gpus(trainer__strategy="ddp", trainer__devices=2))
     needed, traced = peak(10e9, 1e9, knee), []
 
     def measure(run):
-        size = run.training.micro_batch_size
+        size, how = run.training.micro_batch_size, run.training.activation_checkpointing
+        if how:  # here it saves nothing
+            return Memory({"weights": 5_000_000_000, "activations": 10**12}, "", 10, 10)
         traced.append(size)
         return Memory({"weights": 5_000_000_000, "activations": round(needed(size) - 5e9)}, "", 10, 10)
 
@@ -90,6 +94,30 @@ def test_weights_are_divided_inside_a_node_where_they_fit_and_gradients_travel_o
     better = propose_settings(config, plan(config))
     assert better.settings == ["trainer.strategy=hsdp", "training.micro_batch_size=4"]  # the whole share: one pass
     assert better.passes == 1
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "settings"),
+    [
+        (80, ["training.activation_checkpointing=false"]),
+        (62, ["training.activation_checkpointing=false", "training.micro_batch_size=16"]),
+        (40, ["training.activation_checkpointing=selective", "training.micro_batch_size=16"]),
+        (16, ["training.micro_batch_size=8"]),
+    ],
+)
+def test_what_fits_with_less_recomputed_is_proposed_before_a_larger_micro_batch(gigabytes, settings):
+    options = {"training__activation_checkpointing": True, "training__sequence_length": 4096}
+    config = gpus(training__micro_batch_size=32, training__batch_size=32, **options)
+    a_sequence = {False: 2e9, "selective": 1.5e9, True: 1e9}
+    least = {False: 50e9, "selective": 20e9, True: 2e9}
+
+    def measure(run):
+        how = run.training.activation_checkpointing
+        activations = max(least[how], a_sequence[how] * run.training.micro_batch_size)
+        return Memory({"weights": 1_000_000_000, "activations": round(activations)}, "", 10**9, 10**9)
+
+    better = propose(config, 1, gigabytes * 1e9, measure(config), measure)
+    assert (better.settings if better else []) == settings
 
 
 def test_a_cpu_has_no_wires():
