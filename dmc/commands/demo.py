@@ -39,6 +39,8 @@ SHADES = (236, 22, 28, 34, 40)
 DOTTED_BELOW = 0.25
 """Share of heads below which a token is dots where there are no colors."""
 RESET = "\x1b[0m"
+ASKED = "\nWhat is the magic number of {name}? The magic number of {name} is"
+"""The answer begins with the town's name again: a small base with its full cache else confuses the towns."""
 
 
 @checked_dataclass(frozen=True)
@@ -176,7 +178,7 @@ def text_and_questions(
 def numbers_and_questions(
     text: str, tokenizer: Any, length: int, keys: int, questions: int, seed: int = 0
 ) -> list[Sample]:
-    """Write numbers of towns into a text, spread evenly, and ask for some of them, as the task `needle` does for one.
+    """Write numbers of towns into a text, spread evenly, and ask for some of them, each by its name.
 
     Args:
         text: what stands between the numbers; repeated if it is short.
@@ -193,7 +195,7 @@ def numbers_and_questions(
     draw, encoder = random.Random(seed), Encoder(tokenizer)
     said = [{"name": name, "number": draw.randrange(10**4, 10**5)} for name in draw.sample(NAMES, keys)]
     facts = [encoder.encode(Needle.fact.format(**fact)) for fact in said]
-    asked = [[*itertools.chain(*encoder.ask(Needle.question_text.format(**fact)))] for fact in said]
+    asked = [[*itertools.chain(*encoder.ask(ASKED.format(**fact)))] for fact in said]
     room = length - len(encoder.begin) - sum(map(len, facts)) - max(map(len, asked))
     if room < keys:
         raise ValueError(f"length={length} leaves no room for {keys} facts and a question: give {length + keys - room}")
