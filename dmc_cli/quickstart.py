@@ -22,7 +22,7 @@ SMOLLM2 = "outputs/models/smollm2-135m"
 BFLOAT16 = [
     "trainer.precision=bf16-mixed",
     "training.export_dtype=bfloat16",
-    "training.stages.retrofit.length=40 steps",  # in the time of 18 in float32
+    "training.stages.solidify.length=40 steps",  # in the time of 18 in float32
 ]
 
 

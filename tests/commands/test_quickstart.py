@@ -23,7 +23,7 @@ NEEDLE += "lengths: [120], depths: [0.2, 0.8], samples_per_place: 2, questions_p
 NEEDLE += "question: hidden, max_new_tokens: 2, fact: '{name}={number}', question_text: '{name}? ='}"
 LOSS = f"{{name: loss, like: text_loss, source: {TEXT}, num_samples: 3, context_tokens: 80, scored_tokens: 40}}"
 GATES = """
-training.stages.retrofit.length=3 steps
+training.stages.solidify.length=3 steps
 training.sequence_length=96
 training.regression_init.sequences=2
 training.calibration_sequences=4
