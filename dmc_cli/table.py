@@ -1,4 +1,4 @@
-"""The table of commands: `dmc NAME`. Each also has a `main` in `dmc/commands/NAME.py`, and `configs/NAME.yaml`."""
+"""The table of commands: `dmc NAME`. Those with settings have a `main` in `dmc/commands/NAME.py`, and `configs/NAME.yaml`."""
 
 from __future__ import annotations
 
