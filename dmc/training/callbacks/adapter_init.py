@@ -146,7 +146,8 @@ def _set_fitted(trainer: Trainer, module: Any, batches: list[Any], settings: Reg
         histogram = LogitHistogram(offset)
         with trainer.precision_plugin.forward_context():
             score_text(model, batches, "decisions", ranks, histogram=histogram)
-        set_biases(2 * offset - histogram.offset_for(1 / plan.at(0).target_ratio))
+        # Before a ramp from CR 1 no more closed than an adapter that nothing has fitted: beyond that none would learn.
+        set_biases(max(0.0, 2 * offset - histogram.offset_for(1 / plan.at(0).target_ratio)))
 
 
 @dataclass

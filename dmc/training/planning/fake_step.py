@@ -91,7 +91,7 @@ class FakeStep:
         waits = self.strategy.holds_parts and not is_last
         with self.strategy.block_backward_sync() if waits else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=self.strategy.precision == "bf16-mixed"):
-                loss, metrics = self.module(self.optimization.schedule_at(self.last), batch)
+                loss, metrics = self.module.training_step(self.optimization.schedule_at(self.last), batch)
             loss.backward()
         self._metrics.append(metrics)
 

@@ -209,6 +209,20 @@ def test_steps_behind_a_fit_begin_near_their_target(run_values, tmp_path, scale)
     assert score.achieved_ratio == pytest.approx(3.0, rel=0.1)
 
 
+def test_a_ramp_behind_a_fit_begins_where_gates_can_learn(run_values):
+    run_values["compression"] = FITTED | {"target_ratio": 3.0}
+    stages = {"retrofit": {"length": "1 steps", "learning_rate": 1e-12}}
+    fit = {"sequences": 8, "logit_scale": 4.0}
+    run_values["training"] |= {"stages": stages, "regression_init": fit, "calibrate": False, "calibration_sequences": 8}
+    config = build_config(RunConfig, run_values)
+    model, trace = load_model(train(config).final), GateTrace()
+    (batch, *_) = TextData(config, build_tokenizer(config), total_steps=1).held_out("calibration")
+    with torch.no_grad():
+        model(batch["input_ids"], use_cache=False, gate_mode=GateMode(), gate_trace=trace)
+    logits = trace.stacked_logits()
+    assert abs(float(logits[logits.isfinite()].mean()) + model.compression.decision_offset) < 2.0
+
+
 MEASURED, FIT = {"sensitivity_init": {}}, {"regression_init": {}}
 TENSOR_PARALLEL = {"strategy": "fsdp2", "tensor_parallel_size": 2}
 
