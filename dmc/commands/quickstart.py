@@ -34,7 +34,8 @@ PROMPT = "def read_lines(path):"
 
 LEGEND = (
     "Questions are asked only after the cache of their text was compressed. Losses are in nats per token; in brackets\n"
-    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and the share of the full."
+    "is what compression adds. ±: standard error over texts. Bytes: all that is allocated, and the share of the full.\n"
+    "CR: tokens for each entry that the cache holds; on short texts the newest tokens, all held, make it less."
 )
 
 
