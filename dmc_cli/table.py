@@ -1,4 +1,4 @@
-"""The table of commands: `dmc NAME`. Those with settings have a `main` in `dmc/commands/NAME.py`, and `configs/NAME.yaml`."""
+"""The commands, `dmc NAME`: those with settings have a `main` in `dmc/commands/NAME.py`, and `configs/NAME.yaml`."""
 
 from __future__ import annotations
 
