@@ -209,3 +209,5 @@ def test_the_commands_for_two_cores_have_settings_that_exist():
     assert f"{fit} texts" in ON_CPU
     assert lengths.keys() == {"solidify"} and f"{lengths['solidify']} steps at CR 4, without a ramp" in ON_CPU
     assert config.training.gates_only and config.training.distillation.weight == 1
+    regressed = composed("experiment=smollm2/regressed")
+    assert not dict(Plan(regressed.training, regressed.target_ratio, regressed.compression).lengths())
