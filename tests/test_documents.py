@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from composing import settings_of
 from documents import PAGES, ROOT, TEXT, commands
+from hydra.errors import HydraException
 
 from dmc_cli.table import COMMANDS, spelled
 
@@ -29,6 +30,32 @@ def test_every_command_and_its_settings_exist(command):
         overrides = [re.sub(r"=([^,\s]+),\S+$", r"=\1", word) for word in overrides]
     if COMMANDS[name].has_settings:
         settings_of(name, *overrides)
+
+
+SETTINGS = sorted(
+    span
+    for span in {*re.findall(r"(?<!`)`([^`\n]+)`(?!`)", TEXT)}
+    if re.fullmatch(r"""(['"]?\+?[a-z_]+\.[\w.]+=[^` ]+['"]?( |$))+""", span)
+)
+BESIDE = [
+    ("train",),
+    ("train", "training=retrofit_measured", "callbacks=[evaluation]", "data=text_files"),
+    ("train", "training=regress_distill", "data=mixed"),
+    ("compare", "experiment=leaderboard"),
+    *((name,) for name, command in COMMANDS.items() if command.has_settings),
+]
+"""Commands, and what they have beside the settings that pages name alone."""
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_settings_named_alone_exist_in_a_command(settings):
+    for name, *others in BESIDE:
+        try:
+            settings_of(name, *others, *shlex.split(settings))
+        except HydraException:
+            continue
+        return
+    raise AssertionError(f"no command has {settings}")
 
 
 def test_pages_spell_commands_in_one_way():

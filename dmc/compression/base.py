@@ -29,7 +29,14 @@ class CompressionConfig:
     """Settings of the gates: algorithm and constants of Dynamic Memory Compression (DMC, arXiv:2403.09636).
 
     `action` and `delay` choose the method: merging at once is DMC, dropping later is DMS (2506.05345). `decisions` and
-    `weighting` are the paper's ablations.
+    `weighting` are the paper's ablations. Token t of a KV head has a decision logit and an importance, here from the
+    borrowed channel e* before RoPE:
+
+        a_t = decision_scale * k_t[e*] - decision_offset
+        omega_t = sigmoid(mean over the group of q_t[e*] + omega_offset) + eps
+
+    At inference a token is merged (or dropped) if a_t > 0. In training alpha_t = sigmoid((a_t + G1 - G2) /
+    temperature), with G1 and G2 from Gumbel(0, 1).
 
     Raises:
         ValueError: a value is out of range, a delay is missing, or fixed decisions are to drop or to weigh tokens.
@@ -57,13 +64,13 @@ class CompressionConfig:
     """Channel of query and key that carries importance and decision. Channels count in the order in which i rotates
     with i + D/2. The last one has RoPE's lowest frequency, or does not rotate where only some channels do."""
     decision_offset: StrictFloat = 5.0
-    """Subtracted from the decision neuron; calibrated at export so that the thresholded ratio meets the target."""
+    """Subtracted from the decision neuron; an export calibrates it until the thresholded ratio meets the target."""
     decision_scale: Annotated[StrictFloat, Field(gt=0, le=1e6)] = 1.0
     """Factor on the decision neuron: under Adam, the learning rate of the rows that decide over that of all others."""
     omega_offset: StrictFloat = 5.0
     """Added to the importance logit, the group mean of the query neurons."""
     eps: Annotated[StrictFloat, Field(gt=0, le=1)] = 2**-7
-    """Added to the importance: keeps it positive, in training and at inference alike."""
+    """Added to the importance, which it keeps positive, in training and at inference."""
     temperature: Annotated[StrictFloat, Field(gt=0, le=1e3)] = 0.1
     """Temperature of the Gumbel-sigmoid relaxation in training."""
     noise: StrictBool = True

@@ -44,8 +44,10 @@ def retrofit(model: Any, compression: CompressionConfig) -> CompressedCausalLM:
     Returns:
         The family's compressed class, in the mode (train or eval) of `model`.
     Raises:
-        ValueError: the family is not in the table, or its layer differs from ours with closed gates.
-        NotImplementedError: see `refuse_other_attention`.
+        ValueError: the family is not in the table, its layer differs from ours with closed gates, or its heads cannot
+            lend a neuron.
+        NotImplementedError: no layer attends to all tokens; or one sees chunks, caps its scores, has MLA, or keeps a
+            state that no cache holds; or RoPE depends on the length.
     """
     if isinstance(model, CompressedCausalLM):
         model.compression = compression

@@ -34,7 +34,9 @@ def load_model(folder: Any, **kwargs: Any) -> Any:
     Returns:
         The model in eval mode.
     Raises:
-        FileNotFoundError, ValueError: see `check_weights`, `from_dms` and `refuse_nonfinite`.
+        FileNotFoundError: there is no such folder, or it lacks a file.
+        ValueError: a weight is missing, damaged, not finite or of another shape; or the gates of a DMS checkpoint are
+            not supported, see `from_dms`.
     """
     if isinstance(dtype := kwargs.get("dtype"), str):
         read_dtype(dtype)
@@ -124,8 +126,8 @@ def from_dms(model: Any, folder: Any, revision: str | None = None) -> Compressed
 
     Borrowed neuron: x is the last channel of the normalized query of each group's first head, which then loses it.
     Adapter (weights named dms_proj_alpha): x = W (n * r / rms(r)) + b of the layer's residual r, before its own norm.
-    That norm divides by the same rms, so with its weights m the layer's input is m * r / rms(r), and x is what our
-    adapter computes from it with W diag(n / m). Differs from NVIDIA's code: the first token always stays, and decisions
+    That norm divides by the same rms: with its weights m the layer's input is m * r / rms(r). So x is what our adapter
+    computes from that input with W diag(n / m). Differs from NVIDIA's code: the first token always stays, and decisions
     are thresholded in float32.
 
     Args:

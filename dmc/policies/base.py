@@ -34,8 +34,8 @@ from dmc.kernels.reference import nth_newest
 from dmc.policies.layer_attention import Cache, CacheAttention, Rotary
 
 Sum = Literal["mass", "squares", "value_norm", "score"]
-"""Per entry and KV head: the attention received from all queries so far (mean over the group), the sum of its squares,
-the L1 norm of its value, and the score that a policy gave it."""
+"""Per entry and KV head. mass: attention received from all queries so far, mean over the group; squares: the sum of its
+squares; value_norm: the L1 norm of the value; score: what a policy gave it."""
 
 
 @dataclass

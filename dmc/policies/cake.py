@@ -23,8 +23,7 @@ class CAKE(EvictionPolicy):
 
     A layer's budget is in proportion to H^(1/tau1) * V^(1/tau2), entropy and variance of the window's attention to the
     entries before it. While generating, the budget is fixed and the newest query's attention decides. Differs from the
-    authors' code: layer budgets have an exact total, no layer falls below its budget, and neighbors are pooled in the
-    order of their positions.
+    authors' code: layer budgets have an exact total, no layer falls below its budget, neighbors are pooled by position.
 
     """
 

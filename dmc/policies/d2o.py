@@ -68,8 +68,8 @@ class D2O(EvictionPolicy):
     def layer_weight(self, entries: Entries, limit: int) -> Tensor:
         """Return -F_l, whose softmax is the share, or a weight in proportion to the share: 1 / F_l, 1, or exp(-l / L).
 
-        F_l: the variance of each query head's attention to the entries, scaled to [0, 1] across the heads of the layer
-        unless `scaled` is off, and averaged.
+        F_l: the mean over query heads of the variance of a head's attention to the entries. `scaled` first scales
+        these variances to [0, 1] across the layer's heads.
         """
         if self.allocation in ("uniform", "exponential"):
             depth = entries.layer_index / entries.num_layers

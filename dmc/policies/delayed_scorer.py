@@ -45,8 +45,8 @@ class DelayedScorer(nn.Module):
 
         s_e = w . silu(A [x_e, C_t q_e / max(|n_t . q_e|, 1)] + b) + c.
 
-    That the scorer reads keys and values, and that the leaving token asks, are our reading: the paper's text was not at
-    hand but for its abstract (state, delay, per-head budget, target).
+    From the paper's abstract are the state, the delay, the budget per head and the target. That the scorer reads keys
+    and values, and that the leaving token asks, is our reading.
 
     Args:
         config: its shape.

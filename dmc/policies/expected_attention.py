@@ -31,8 +31,8 @@ class Moments:
 class ExpectedAttention(EvictionPolicy):
     """Keep the entries with the highest expected contribution to the output, over all heads of a layer (AdaKV).
 
-    With mean mu and covariance S of the prompt's queries before RoPE, rotated by R, the mean of the rotations of the
-    next `future` positions, an entry's score is
+    The prompt's queries before RoPE have mean mu and covariance S; R is the mean rotation of the next `future`
+    positions. An entry's score is
 
         (softmax_i(k_i^T R mu / sqrt(d) + k_i^T R S R^T k_i / 2d) + epsilon) * ||v_i||_2
 

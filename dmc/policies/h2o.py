@@ -18,8 +18,9 @@ from dmc.policies.eviction import EvictionPolicy
 class H2O(EvictionPolicy):
     """Keep half of the budget for the last entries, half for those with the most accumulated attention.
 
-    Differs from the authors' code, which stores keys and values for every query head: each KV head has one set, by the
-    attention averaged over its group. The recent half grows with the budget.
+    Entry i has the score S_i = sum over queries t of A_t[i], A_t the attention of query t, mean over the group. The
+    authors' code stores keys and values for every query head; here each KV head has one set. The recent half grows with
+    the budget.
     """
 
     budget: Budget

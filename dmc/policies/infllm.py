@@ -26,7 +26,8 @@ class InfLLM(ReadingPolicy):
     A chunk is `chunk` tokens of a prompt, or one generated token. A block is complete for a chunk when it is outside
     the window of all of its queries; tokens that are neither in a complete block nor in the window are always read. All
     tokens beyond the window are read at one distance, `local`. While the window and the first tokens, or the budget,
-    cover everything, attention is exact.
+    cover everything, attention is exact. A block's relevance is the inner product of the chunk's mean query and the
+    mean key of its `representatives`, summed over query heads.
 
     Differs from the authors' code: each KV head, not every query head, has representatives. Short contexts are exact;
     their code puts every token beyond the window at one distance. Their 32 blocks are a budget of

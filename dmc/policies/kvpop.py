@@ -26,8 +26,8 @@ class KVpop(EvictionPolicy):
     """Keep the last `window` entries of every head, and of the others those with the highest scores.
 
     A token is scored once, when it leaves the window, by a `DelayedScorer` that `dmc fit-scorer` has fitted to
-    the attention that later queries pay. The scorer's state of a sequence is part of the cache. Differs from the paper
-    [D]: as with all methods here a prompt's own queries see all of it, and a budget may be a ratio, which grows.
+    the attention that later queries pay. The scorer's state of a sequence is part of the cache. Differs from the paper:
+    a prompt's own queries see all of it, as with all methods here; a budget may be a ratio, which grows.
     """
 
     budget: Budget

@@ -25,8 +25,8 @@ from dmc.policies.repetition import EndedPrompt, Repetition, RepetitionPolicy, S
 class KVzip(RepetitionPolicy):
     """Keep the entries with the highest scores of the whole model, independent of later questions.
 
-    An entry's score is the highest attention of any query that repeats the chunk c it belongs to, among the sinks, the
-    entries of c and the repetition up to the query,
+    An entry's score is the highest attention of any query that repeats its chunk c. The softmax is over the sinks, the
+    entries of c and the repetition up to the query:
 
         s_i = max over the group and queries j of softmax_i(q_j^T k_i / sqrt(d))
 

@@ -40,8 +40,11 @@ class OmniKV(ReadingPolicy):
 
     The layers before the first filter layer, the filter layers and the one after each read everything. Any other layer
     reads the prompt tokens that the nearest filter layer before it has chosen, the same in all heads, and all generated
-    ones. A filter layer chooses as many prompt tokens as the budget by the attention of its last queries, softmax over
-    the prompt alone, maximum over all query heads, summed over the queries.
+    ones. A filter layer chooses as many prompt tokens as the budget, by the attention A_h,t[i] of its last queries t:
+
+        score_i = sum over t of w_t max over query heads h of A_h,t[i]
+
+    A is a softmax over the prompt alone, and `selector` sets the weights w.
 
     Differs from the authors' code: attention is normalized for the "last" selector too. Each generated token has its
     own choice. Queries of a window keep their positions, and prompt tokens in the window are candidates.

@@ -30,8 +30,8 @@ class Protection:
     """Options of every method that evicts: tokens that stay whatever their scores are, within the same budget."""
 
     protect: Annotated[StrictFloat, Field(ge=0, le=0.25)] = 0.0
-    """Share of a layer's budget that is reserved at the beginning, and as much at the end, of what the bounds divide:
-    prompts, one for each turn, and their instructions. See `num_protected`."""
+    """Share of a layer's budget that is reserved at the beginning, and as much at the end, of what the bounds divide.
+    These are prompts, one for each turn, and their instructions. See `num_protected`."""
     bounds: tuple[NonNegative, ...] | None = None
     """Token ids that bound an instruction; None: the special tokens that the tokenizer's chat template inserts."""
 

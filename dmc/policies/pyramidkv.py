@@ -11,8 +11,8 @@ from dmc.policies.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """Keep SnapKV's entries, most in the first layer and fewest in the last, k^l = k^0 - l (k^0 - k^(m-1)) / (m - 1).
 
-    Differs from the authors' code: budgets are rounded so that their total is exact (`official_floor` rounds as they
-    do, and holds more than its nominal size), and uniform where the pyramid would not fit.
+    Differs from the authors' code: budgets are rounded so that their total is exact, and are uniform where the pyramid
+    would not fit. `official_floor` rounds as they do, and holds more than its nominal size.
     """
 
     window: Count = 8

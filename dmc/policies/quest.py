@@ -22,7 +22,8 @@ from dmc.policies.reading import ReadingPolicy, backend_for_pages, top_positions
 class Quest(ReadingPolicy):
     """Bound the scores of every page of keys by their elementwise minimum and maximum; read the most promising pages.
 
-    The newest token's page is always read. Nothing is evicted. Prompts are read in full.
+    A page's bound is the sum over channels c of max(q_c min_c, q_c max_c). The newest token's page is always read.
+    Nothing is evicted. Prompts are read in full.
 
     Differs from the authors' code, which chooses for every query head: here each KV head has one choice, by the sum
     over its group.

@@ -18,6 +18,7 @@ from dmc.policies.scores import Pooling, check_odd, pool_before
 class SnapKV(EvictionPolicy):
     """Keep the prompt's last `window` tokens and the entries they attend to most; evict nothing while generating.
 
+    Entry i has the score pool_i(mean of A_t[i] over the window's queries t and the group); A_t is the attention of t.
     Differs from the authors' code: one set for each KV head, by the mean over its group taken before pooling.
     """
 

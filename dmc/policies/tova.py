@@ -17,7 +17,8 @@ from dmc.policies.eviction import EvictionPolicy
 class TOVA(EvictionPolicy):
     """Keep the entries that the newest query attends to most; the newest entry itself may be evicted.
 
-    All heads of a layer keep the same tokens, by the mean over all query heads, as in the authors' code.
+    Entry i has the score A_t[i], the attention of the newest query t. All heads of a layer keep the same tokens, by the
+    mean over all query heads, as in the authors' code.
     """
 
     budget: Budget

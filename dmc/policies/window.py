@@ -28,7 +28,7 @@ class LocalWindow(EvictionPolicy):
 class StreamingLLM(LocalWindow):
     """Keep the first entries (attention sinks) and the last ones.
 
-    Differs from the authors' code: tokens keep their own positions, unless `rerotate` moves the sinks right before the
+    Differs from the authors' code: tokens keep their own positions. With `rerotate` the sinks move right before the
     last ones, so that distances are those inside the cache.
     """
 

@@ -193,8 +193,8 @@ class Engine:
 
         Returns:
             The new tokens of all requests; empty if the pass fed only parts of prompts, or no request is pending. A
-            request that cannot continue (its logits are not finite, its logits processor raises, it outgrows the
-            memory, its pass fails) ends with its `error` set and without an event.
+            request that cannot continue ends with its `error` set and without an event. Then its logits are not finite,
+            its logits processor raises, it outgrows the memory, or its pass fails.
         Raises:
             BaseException: Ctrl-C, or an error outside of a pass. All requests are then aborted and all blocks free;
                 sessions keep their tokens and are computed again.

@@ -21,8 +21,8 @@ Step = tuple[int, float, dict[int, float]]
 class GenerationStats:
     """Memory of one sequence at its last step, before release, and averaged over steps; all zero if it never ran.
 
-    Means are over the positions whose predictions were requested (of a turn, in a session), each measured after its
-    step as it would be token by token; without any, they are the values of the last step. Ring buffers and tables count
+    Means are over the positions whose predictions were requested, of a turn in a session. Each is measured after its
+    step as it would be token by token. Without any, they are the values of the last step. Ring buffers and tables count
     with their final size. Shared blocks count fully for each holder: `Engine.blocks_in_use` counts them once.
     """
 

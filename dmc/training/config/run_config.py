@@ -223,7 +223,7 @@ def run_config(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunC
         values: the settings.
         overrides: those that were given on the command line.
     Raises:
-        ValueError: a setting is unknown, missing or out of range, or the command line asks for a model that has a
+        ValueError: a setting is unknown, missing or out of range; or the command line asks for a model that has a
             tokenizer, and to train another one.
     """
     values = {name: value for name, value in values.items() if name not in ("plan", "planner")}

@@ -131,8 +131,8 @@ class RatioControlConfig:
 class SensitivityInitConfig:
     """Initializes adapters by the sensitivity of each head to compression, so that cheap heads are compressed first.
 
-    With d_h the increase in held-out loss when head h merges (or drops) every token it can and all others none,
-    and z_h = log(max(d_h, floor * max d)) over its standard deviation, the decision bias of head h is
+    d_h is the increase in held-out loss when head h merges (or drops) every token it can, and all others none. With
+    z_h = log(max(d_h, floor * max d)) over its standard deviation, the decision bias of head h is
     spread * (max z - z_h).
     """
 
