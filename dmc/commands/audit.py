@@ -12,6 +12,7 @@ import pandas
 from pydantic import Field, StrictFloat
 
 from dmc.config import build_config
+from dmc.config.folder import CONFIGS
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.policies.protection import Protection
@@ -26,7 +27,6 @@ from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
 from dmc.results.tables import markdown, meets_ratio, texts_of, write_tables
 from dmc.results.tasks.prompts import Encoder
-from dmc_cli.hydra_command import CONFIGS
 
 AUDIT = "audit.md"
 """Claims and counters, beside the tables."""
