@@ -41,7 +41,7 @@ from dmc.models.loading import load_tokenizer
 from dmc.models.weights import read_model_config, weights_digest
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.config import RunConfig
-from dmc.training.optimizer_step import StepLoader
+from dmc.training.micro_batches import StepLoader
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
