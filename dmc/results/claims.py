@@ -16,7 +16,7 @@ from dmc.results.estimates import CONFIDENCE, POWER, Estimate
 from dmc.results.measurement import FULL
 from dmc.results.statistics import paired
 from dmc.results.tables import LEAST_RATIO, meets_ratio
-from dmc.results.verdict import Scale
+from dmc.results.verdict import Scale, is_too_wide
 
 GRAMMAR = re.compile(
     r"(?P<subject>\S+) (?:within (?P<margin>\d+(?:\.\d+)?) (?P<unit>points?|nats) of|better than) (?P<other>\S+)"
@@ -231,7 +231,9 @@ class Judgement:
             if lost.upper < 0 or self.standing == "false":
                 side = f"at least {self._least}"
             return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over}){held}."
-        if math.isinf(lost.reach):
+        if self.claim.margin is not None and is_too_wide(lost.reach, self.claim.margin):
+            carried = f"{over} cannot tell"
+        elif math.isinf(lost.reach):
             carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
         else:
             carried = f"{over} carry a margin of {scale.bound(lost.reach)}"

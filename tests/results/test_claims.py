@@ -83,6 +83,12 @@ def test_too_few_samples_carry_no_claim_and_it_says_how_many_would():
     assert again.standing == "true" and again.lost.num_contexts >= needed
 
 
+def test_of_a_spread_too_large_to_tell_no_margin_is_said():
+    found = judged(WITHIN, 4, 0.01, 0.5)
+    assert found.standing == "not carried" and found.lost.reach > 0.3
+    assert "; 4 texts cannot tell; it would need" in str(found) and "margin" not in str(found)
+
+
 def test_bounds_are_rounded_to_their_safe_side():
     scale = Scale("exact_match", "hidden", True)
     assert scale.bound(0.49961, is_lower=True) == "49.9 points" and scale.bound(0.49961) == "50.0 points"
