@@ -82,12 +82,12 @@ describe_failure() {
     echo "${failure:-srun: $(tail -n 1 "$2")}${last:+; last line of its log: $last}"
 }
 
-# name_traces FOLDER: where a collective of this start hung, the command that compares what each rank had entered.
+# name_traces FOLDER: where ranks of this start left their last collectives, the command that compares them.
 name_traces() {
     local traces
     for traces in "$1"/logs/flight_recorder/*/; do
         [ -z "$(find "$traces" -name 'rank_*' -newer "$1/starts.jsonl" 2>/dev/null)" ] ||
-            echo "a collective failed; compare the ranks: torchfrtrace ${traces%/}"
+            echo "to compare the last collectives of the ranks: torchfrtrace ${traces%/}"
     done
 }
 

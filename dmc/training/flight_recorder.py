@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,8 +40,10 @@ def flight_recorder(folder: Path) -> Iterator[None]:
         yield
     except RuntimeError:
         if dist.is_initialized():
-            trace = write_gloo_trace(places["gloo"])
-            logger.error("%s has this rank's last collectives; compare the ranks: torchfrtrace %s", trace, trace.parent)
+            with suppress(OSError):  # a full disk must not hide the error
+                trace = write_gloo_trace(places["gloo"])
+                text = "%s has this rank's last collectives; to compare the ranks: torchfrtrace %s"
+                logger.error(text, trace, trace.parent)
         raise
     finally:
         for name in added:

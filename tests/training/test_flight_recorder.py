@@ -18,7 +18,7 @@ def test_a_hung_run_leaves_the_trace_of_every_rank_and_the_analyser_names_the_mi
         assert all(ranks.join())
     traces = Path(run_values["output_dir"]) / "logs" / "flight_recorder" / "gloo"
     assert sorted(path.name for path in traces.iterdir()) == ["rank_0", "rank_1"], log.read_text()[-4000:]
-    assert f"compare the ranks: torchfrtrace {traces}" in log.read_text()
+    assert f"to compare the ranks: torchfrtrace {traces}" in log.read_text()
     program = Path(sys.executable).with_name("torchfrtrace")
     said = subprocess.run([program, traces], capture_output=True, text=True, check=True, timeout=60).stderr
     assert "missing ranks: {1}" in said and "collective: gloo:" in said
