@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -38,6 +39,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}: expected a mapping")
     return values
+
+
+def json_digest(content: Any) -> str:
+    """Return a SHA-256 of JSON content, whatever the order of its keys: caches and unfinished runs know it by this."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

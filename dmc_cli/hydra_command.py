@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 PACKAGE = Path(*importlib.util.find_spec("dmc").submodule_search_locations)  # type: ignore
-CONFIGS = next(path / "configs" for path in (PACKAGE.parent, PACKAGE) if (path / "configs" / "train.yaml").is_file())
+CONFIGS: Path = runpy.run_path(str(PACKAGE / "config" / "folder.py"))["CONFIGS"]  # without `import dmc`, and torch
 QUOTES = """; quote a list or mapping for the shell, 'models={base: DIR}', and text twice, 'prompt="f(x), y"'"""
 ADVICE = r" (Config search path|See https://hydra.cc|To append to your default list).*?(?=; quote|$)"
 """What Hydra adds to its errors: folders, a link, and how to add a group that a command does not know."""

@@ -44,8 +44,6 @@ start_ranks() {
     shift
     export_rendezvous
     export HYDRA_FULL_ERROR=1 # of an error after hours the ranks' logs keep the stack
-    # torch's flight recorder: the last collectives of each rank, written when one times out
-    export TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE="$folder/ranks/nccl_"
     mkdir -p "$folder/ranks"
     echo "$(date -Is) job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, $SLURM_JOB_NODELIST," \
         "CPUs per node: $SLURM_JOB_CPUS_PER_NODE: $folder"
@@ -84,6 +82,15 @@ describe_failure() {
     echo "${failure:-srun: $(tail -n 1 "$2")}${last:+; last line of its log: $last}"
 }
 
+# name_traces FOLDER: where ranks of this start left their last collectives, the command that compares them.
+name_traces() {
+    local traces
+    for traces in "$1"/logs/flight_recorder/*/; do
+        [ -z "$(find "$traces" -name 'rank_*' -newer "$1/starts.jsonl" 2>/dev/null)" ] ||
+            echo "to compare the last collectives of the ranks: torchfrtrace ${traces%/}"
+    done
+}
+
 # restart_after_a_crash FOLDER FILE: requeue after a crash, at most MAX_RESTARTS times from one checkpoint.
 restart_after_a_crash() {
     local folder=$1 checkpoint crashes=$1/crashes.log before
@@ -115,6 +122,7 @@ train_on_all_tasks() {
     cat "$said"
     [ "$status" -ne 0 ] || return 0
     echo "$(date -Is) ended: $(describe_failure "$folder" "$said")"
+    name_traces "$folder"
     if [ -n "$signaled" ] && ! is_refused "$said"; then requeue || true; else restart_after_a_crash "$folder" "$said"; fi
     return "$status"
 }

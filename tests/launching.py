@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from cpu_deepspeed import allow_cpu
@@ -233,6 +234,25 @@ def _before_each_loss(act):
         return plain(self, schedule, batch)
 
     RetrofitModule.training_step = training_step
+
+
+def skip_collectives(rank, timeout):
+    """Let the second rank fail before the second step's collectives, after the others have waited for them.
+
+    Args:
+        rank: this process.
+        timeout: seconds that a collective waits.
+    """
+    import torch.distributed as dist
+
+    def skip(module, at):
+        if (rank, at) == (1, 1):
+            time.sleep(2 * timeout)
+            raise RuntimeError("this rank has entered no collective")
+
+    plain = dist.init_process_group
+    dist.init_process_group = lambda *args, **how: plain(*args, **how | {"timeout": timedelta(seconds=timeout)})
+    _before_each_loss(skip)
 
 
 def expect_exact_angles(rank):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dmc.files import RECORD_NAME, locked, replacement, written_whole
+from dmc.files import RECORD_NAME, json_digest, locked, replacement, written_whole
 
 
 def write_model(folder, text, overwrite=True):
@@ -235,3 +235,9 @@ def test_a_start_that_waits_for_a_lock_says_for_which_and_gets_it(tmp_path, monk
     monkeypatch.setattr("dmc.files.logger.warning", lambda *_: process.kill())
     with locked(file, timeout=-1):
         process.join()
+
+
+def test_hashes_that_caches_and_unfinished_runs_have_stored_stay():
+    content = {"b": [1, 2.5, None], "a": {"path": Path("x"), "é": True}}
+    recorded = "519aff9e807c458d7ae1a7b4ad0863be4da7ed3ac7ee733eb90b69141cd5688e"
+    assert json_digest(content) == json_digest(dict(reversed(content.items()))) == recorded

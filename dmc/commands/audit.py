@@ -12,11 +12,12 @@ import pandas
 from pydantic import Field, StrictFloat
 
 from dmc.config import build_config
+from dmc.config.folder import CONFIGS
 from dmc.config.settings import Count, OutputFolder, checked_dataclass
 from dmc.models.loading import load_tokenizer, load_with_tokenizer
 from dmc.policies.protection import Protection
 from dmc.results.benchmark import BenchmarkConfig, EngineDecoder, random_prompts, time_interleaved
-from dmc.results.claims import Claim, Method
+from dmc.results.claims import Claim, NamedMethod
 from dmc.results.compare import run_cells
 from dmc.results.equal_bytes import asked_of, bytes_budget
 from dmc.results.grid import Cell, CompareConfig, named_settings, plan_grid, plan_methods
@@ -26,7 +27,6 @@ from dmc.results.report import read_folders, write_page
 from dmc.results.store import Store, replace_file
 from dmc.results.tables import markdown, meets_ratio, texts_of, write_tables
 from dmc.results.tasks.prompts import Encoder
-from dmc_cli.hydra_command import CONFIGS
 
 AUDIT = "audit.md"
 """Claims and counters, beside the tables."""
@@ -74,7 +74,7 @@ class AuditConfig(CompareConfig):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedAudit:
     """What an audit measures."""
 
     cells: list[Cell]
@@ -84,7 +84,7 @@ class Plan:
     """What it leaves out, and why."""
 
 
-def plan_audit(config: AuditConfig, configs: Path) -> Plan:
+def plan_audit(config: AuditConfig, configs: Path) -> PlannedAudit:
     """Add protected forms and the tasks that suit the models, and check all names, those of the claims too.
 
     Args:
@@ -109,7 +109,7 @@ def plan_audit(config: AuditConfig, configs: Path) -> Plan:
     metrics = {cell.task.name: cell.task.task.main_metric or None for cell in cells}
     for claim in claims:
         claim.check(map(_method_of, cells), metrics, reference)
-    return Plan(cells, reference, left_out)
+    return PlannedAudit(cells, reference, left_out)
 
 
 def protected(policies: Sequence[Any], share: float, configs: Path) -> list[Any]:
@@ -136,9 +136,9 @@ def _takes_no_system_prompt(model: PlannedModel) -> str:
     return ""
 
 
-def _method_of(cell: Cell) -> Method:
+def _method_of(cell: Cell) -> NamedMethod:
     budget, learned = cell.method.budget_name, cell.model.is_learned
-    return Method(cell.model.variant, cell.method.name, budget, budget is None and not learned)
+    return NamedMethod(cell.model.variant, cell.method.name, budget, budget is None and not learned)
 
 
 def run_audit(config: AuditConfig, configs: Path) -> str | None:

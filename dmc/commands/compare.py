@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from dmc.config import build_config
+from dmc.config.folder import CONFIGS
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
 from dmc.results.grid import CompareConfig
-from dmc_cli.hydra_command import CONFIGS
 
 
 def main(settings: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lm_eval.api.registry import register_model
 
 from dmc.budget import Budget
 from dmc.config.command_line import errors_in_one_line
+from dmc.config.folder import CONFIGS
 from dmc.config.settings import build_config, suggest
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import memory_of
@@ -23,10 +23,6 @@ from dmc.results.grid import EngineSettings, named_settings
 from dmc.results.harness import EngineLM
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
-
-PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = next(path / "configs" for path in (PACKAGE, PACKAGE.parent) if (path / "configs" / "policy").is_dir())
-"""All settings: in the package where it is installed, beside it in a checkout."""
 
 
 @register_model("dmc")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dmc_cli.hydra_command import CONFIGS
+from dmc.config.folder import CONFIGS
 
 
 def main(settings: Any) -> None:

@@ -18,6 +18,7 @@ from pydantic import Field, StrictBool, StrictInt
 from tqdm import tqdm
 
 from dmc.config import build_config
+from dmc.config.folder import CONFIGS
 from dmc.config.processor import available_cores
 from dmc.config.settings import Count, Named, OutputFolder, checked_dataclass, suggest
 from dmc.models.loading import load_with_tokenizer
@@ -26,7 +27,6 @@ from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods, plan_tasks
 from dmc.results.measurement import FULL
 from dmc.training.model_folder import is_final
-from dmc_cli.hydra_command import CONFIGS
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""

@@ -1,7 +1,7 @@
 """Training data: sources of documents, packed tokens, and an order that resumes anywhere.
 
 Read in this order: `sources.py` and `text.py`, `code.py`, `prose.py` or `megatron.py` (documents), `lists.py` and
-`chains.py` (made here) -> `tokenizer.py` and `encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through
+`chains.py` (`drawn.py`) -> `tokenizer.py`, `encoding.py` (their tokens) -> `cache.py` (all of a corpus, once, through
 `datasets`) -> `packing.py` (read at any window, in sequences) -> `facts.py` (what is written into them) -> `order.py`
 (which sequence of which source at which position). `streaming.py` does all of it on the fly; `hub.py` reads from the
 hub once.

@@ -20,19 +20,16 @@ without a program: copies of random symbols, then pairs of names and symbols tha
 
 from __future__ import annotations
 
-import hashlib
 import re
 import string
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
-from datasets import IterableDataset
 
 from dmc.data.code import Split, split_of
-from dmc.data.sources import Document, DocumentSource
+from dmc.data.drawn import DrawnSource
 
 NAMES = string.ascii_letters
 """Names of variables."""
@@ -44,7 +41,6 @@ SIGNS = ("=", ":", "<")
 UNSEEN = {("=", "/"), (":", ";"), ("<", ",")}
 """Signs and separators that no training shows together."""
 ANSWER = re.compile(r"\?[a-zA-Z](\d)\Z")
-_PER_SHARD = 256  # problems that are drawn from one seed
 
 RARE = "".join(map(chr, range(0x100, 0x280)))
 """Letters that lessons alone have; the tokenizer learns a token for each."""
@@ -168,8 +164,11 @@ def draw_pairs(letters: int, draw: np.random.Generator) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ChainSource(DocumentSource):
+class ChainSource(DrawnSource):
     """Problems with one solution each, of which the solutions are trained on; a function of split and seed."""
+
+    kind: ClassVar = "chains"
+    per_shard: ClassVar = 256
 
     split: Split = "train"
     problems: int = 1000
@@ -195,8 +194,6 @@ class ChainSource(DocumentSource):
             )
         if not 1 <= self.digits <= 10:
             raise ValueError(f"digits={self.digits}: expected 1 to 10")
-        if self.split not in get_args(Split):
-            raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
         if not 1 <= self.smallest <= self.largest <= MOST_LINES:
             raise ValueError(
                 f"smallest={self.smallest}, largest={self.largest}: expected 1 <= smallest <= largest <= {MOST_LINES}"
@@ -215,46 +212,22 @@ class ChainSource(DocumentSource):
         """Solutions are trained on, problems are not."""
         return True
 
-    def check(self) -> None:
-        """Nothing can be missing."""
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings, and a hash of the first problems, which follows the code that writes them."""
-        first = "\0".join(text for parts in _drawn(self, range(0, min(self.problems, 8))) for text in parts)
-        names = ("split", "problems", "smallest", "largest", "digits", "lesson", "letters", "seed")
-        options = {name: getattr(self, name) for name in names}
-        return {"chains": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
+    @property
+    def num_documents(self) -> int:
+        """Number of problems."""
+        return self.problems
 
     def num_bytes(self) -> int:
         """Return the approximate size: a line has 6 characters of the problem and 15 of the solution."""
         return self.problems * 21 * (self.smallest + self.largest) // 2
 
-    def stream(self) -> IterableDataset:
-        """Stream the problems, some hundreds in a shard."""
-        starts = list(range(0, self.problems, _PER_SHARD))
-        return IterableDataset.from_generator(_rows, gen_kwargs={"source": self, "starts": starts})
-
-    def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
-        """Yield problem and solution of each row, or prompts and completions of a lesson."""
-        return (tuple(row["parts"]) for row in rows)
-
-
-def _rows(source: ChainSource, starts: list[int]) -> Iterator[dict[str, list[str]]]:
-    for start in starts:
-        for parts in _drawn(source, range(start, min(start + _PER_SHARD, source.problems))):
-            yield {"parts": list(parts)}
-
-
-def _drawn(source: ChainSource, numbers: range) -> Iterator[tuple[str, ...]]:
-    split = get_args(Split).index(source.split)
-    for number in numbers:
-        draw = np.random.default_rng([source.seed, split, number])
-        if source.lesson == "copies":
-            yield draw_copy(draw)
-        elif source.lesson == "pairs":
-            yield draw_pairs(source.letters, draw)
-        else:
-            problem = draw_problem(
-                int(draw.integers(source.smallest, source.largest + 1)), draw, source.split, digits=source.digits
-            )
-            yield problem.prompt, problem.solution
+    def draw(self, number: int) -> tuple[str, ...]:
+        """Draw a problem and its solution, or prompts and completions of a lesson."""
+        draw = self.generator(number)
+        if self.lesson == "copies":
+            return draw_copy(draw)
+        if self.lesson == "pairs":
+            return draw_pairs(self.letters, draw)
+        size = int(draw.integers(self.smallest, self.largest + 1))
+        problem = draw_problem(size, draw, self.split, digits=self.digits)
+        return problem.prompt, problem.solution

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import ClassVar
 
 import numpy as np
-from datasets import IterableDataset
 
 from dmc.data.code import Split
-from dmc.data.sources import Document, DocumentSource
+from dmc.data.drawn import DrawnSource
 
-_PER_SHARD = 512
 _PICTURES = range(0x1F300, 0x1FB00)
 """Code points whose names are everyday things: tomato, lighthouse, snail."""
 
@@ -57,8 +54,11 @@ FORMS: tuple[Callable[[list[Row]], str], ...] = (_numbered, _table, _commas, _ma
 
 
 @dataclass(frozen=True)
-class ListSource(DocumentSource):
+class ListSource(DrawnSource):
     """Lists of random names and values; some of the rows come again in another order. A function of split and seed."""
+
+    kind: ClassVar = "lists"
+    per_shard: ClassVar = 512
 
     split: Split = "train"
     lists: int = 4000
@@ -69,8 +69,6 @@ class ListSource(DocumentSource):
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.split not in get_args(Split):
-            raise ValueError(f"split={self.split!r} is unknown; choose one of {list(get_args(Split))}.")
         if self.lists < 1 or self.longest < 4:
             raise ValueError(f"lists={self.lists}, longest={self.longest}: expected at least 1 and 4")
         super().__post_init__()
@@ -80,40 +78,25 @@ class ListSource(DocumentSource):
         """For messages and file names."""
         return f"lists:{self.split}"
 
-    def check(self) -> None:
-        """Nothing can be missing."""
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings, and a hash of the first lists, which follows the code that writes them."""
-        first = "\0".join(draw_list(self, number) for number in range(min(self.lists, 8)))
-        options = {name: getattr(self, name) for name in ("split", "lists", "longest", "seed")}
-        return {"lists": options, "begins": hashlib.sha256(first.encode()).hexdigest()[:16]}
+    @property
+    def num_documents(self) -> int:
+        """Number of lists."""
+        return self.lists
 
     def num_bytes(self) -> int:
         """Return the approximate size: 24 characters a row, half of them twice."""
         return self.lists * 36 * (self.longest + 4) // 2
 
-    def stream(self) -> IterableDataset:
-        """Stream the lists, some hundreds in a shard."""
-        starts = list(range(0, self.lists, _PER_SHARD))
-        return IterableDataset.from_generator(_rows, gen_kwargs={"source": self, "starts": starts})
-
-    def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Document]:
-        """Yield the text of each row."""
-        return (row["text"] for row in rows)
-
-
-def draw_list(source: ListSource, number: int) -> str:
-    """Draw a list, and some of its rows again, in the same form or another one."""
-    draw = np.random.default_rng([source.seed, get_args(Split).index(source.split), number])
-    words = nouns()
-    rows = [
-        (" ".join(draw.choice(words, size=draw.integers(1, 3)).tolist()), _value(draw, words))
-        for _ in range(int(draw.integers(4, source.longest + 1)))
-    ]
-    again = [rows[place] for place in draw.permutation(len(rows))[: int(draw.integers(1, len(rows) + 1))]]
-    first, second = draw.integers(len(FORMS), size=2)
-    return f"{FORMS[first](rows)}\n\n{FORMS[first if draw.random() < 0.5 else second](again)}\n"
+    def draw(self, number: int) -> tuple[str]:
+        """Draw a list, and some of its rows again, in the same form or another one."""
+        draw, words = self.generator(number), nouns()
+        rows = [
+            (" ".join(draw.choice(words, size=draw.integers(1, 3)).tolist()), _value(draw, words))
+            for _ in range(int(draw.integers(4, self.longest + 1)))
+        ]
+        again = [rows[place] for place in draw.permutation(len(rows))[: int(draw.integers(1, len(rows) + 1))]]
+        first, second = draw.integers(len(FORMS), size=2)
+        return (f"{FORMS[first](rows)}\n\n{FORMS[first if draw.random() < 0.5 else second](again)}\n",)
 
 
 def _value(draw: np.random.Generator, words: tuple[str, ...]) -> str:
@@ -123,9 +106,3 @@ def _value(draw: np.random.Generator, words: tuple[str, ...]) -> str:
     if kind == 1:
         return bytes(draw.integers(256, size=4, dtype=np.uint8)).hex()
     return str(draw.integers(10 ** int(draw.integers(1, 7))))
-
-
-def _rows(source: ListSource, starts: list[int]) -> Iterator[dict[str, str]]:
-    for start in starts:
-        for number in range(start, min(start + _PER_SHARD, source.lists)):
-            yield {"text": draw_list(source, number)}

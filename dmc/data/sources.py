@@ -26,6 +26,7 @@ from fsspec.compression import available_compressions
 from pyarrow import parquet
 
 from dmc.data.packing import TokenTable
+from dmc.files import json_digest
 
 JSON_LINES_SHARD = 2**26
 """Bytes of a jsonl file per shard."""
@@ -79,7 +80,7 @@ class DocumentSource:
 
     def digest(self) -> str:
         """Return a hash of the documents, independent of their location: a run continues only with the same."""
-        return hashlib.sha256(json.dumps(self.description(), sort_keys=True, default=str).encode()).hexdigest()
+        return json_digest(self.description())
 
     def open_tokens(self, vocab_size: int) -> TokenTable | None:
         """Open documents that are tokens already, of a vocabulary of so many; None: they are text."""

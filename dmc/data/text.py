@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +27,7 @@ from dmc.data.sources import (
     stream_rows,
     stream_texts,
 )
+from dmc.files import json_digest
 
 _CHECKED_ROWS = 100
 _HUB_SHARD = 2**26  # bytes of a downloaded dataset that make up a shard
@@ -159,7 +158,7 @@ class TextSource(DocumentSource):
         if self.is_local:
             return files_digest(self.local_files())
         first = list(islice(self.read(self._rows()), _CHECKED_ROWS))
-        return hashlib.sha256(json.dumps(first, sort_keys=True, default=str).encode()).hexdigest()
+        return json_digest(first)
 
     def num_bytes(self) -> int:
         """Return the size of the local files, or of the hub dataset's rows in memory."""

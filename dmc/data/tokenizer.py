@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dmc.data.hub import wait_for_first
-from dmc.files import locked, refuse_occupied, replacement
+from dmc.files import json_digest, locked, refuse_occupied, replacement
 from dmc.special_tokens import tokens_before
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase, framing: Framing) -> st
     content["separator"] = framing.end
     if framing.begin:
         content["begin"] = framing.begin
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json_digest(content)
 
 
 def _texts_digest(texts: Sequence[str]) -> str:

@@ -249,8 +249,8 @@ class CachePolicy:
         """Raise a ValueError if the policy cannot work on such pages."""
         if kv_cache_dtype != "auto" and not self.serves_8_bit:
             raise ValueError(
-                f"kv_cache_dtype={kv_cache_dtype!r}: {type(self).__name__} rewrites entries, or reads them by itself, "
-                "in the model's dtype; use kv_cache_dtype='auto', or a policy that only evicts, such as H2O or SnapKV"
+                f"kv_cache_dtype={kv_cache_dtype!r}: {type(self).__name__} needs entries in the model's dtype; "
+                "use kv_cache_dtype='auto', or a policy that only evicts, such as H2O or SnapKV"
             )
 
     def fitted(self, num_layers: int, block_size: int) -> CachePolicy:

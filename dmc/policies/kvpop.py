@@ -65,7 +65,7 @@ class KVpop(EvictionPolicy):
     @override
     def fitted(self, num_layers: int, block_size: int) -> KVpop:
         if num_layers != (expected := self._scorer.num_layers):
-            raise ValueError(f"scorer={self.scorer} is of {expected} layers, the model has {num_layers}")
+            raise ValueError(f"scorer={self.scorer} is of {expected} layers, the model has {num_layers}: fit one to it")
         return self
 
     def memory_size(self, num_kv_heads: int, head_dim: int) -> int:

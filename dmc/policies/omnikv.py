@@ -75,8 +75,8 @@ class OmniKV(ReadingPolicy):
         layers = self.filter_layers
         if layers == () or (layers and any(after - before < 2 for before, after in itertools.pairwise(layers))):
             raise ValueError(
-                f"filter_layers={layers}: expected ascending layers, at least one and no two adjacent (the layer after "
-                "a filter layer reads everything), such as (2, 8, 18)"
+                f"filter_layers={layers}: expected ascending layers, no two adjacent, such as (2, 8, 18); the layer "
+                "after each reads everything"
             )
 
     @property

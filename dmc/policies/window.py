@@ -39,7 +39,9 @@ class StreamingLLM(LocalWindow):
 
     def __post_init__(self) -> None:
         if self.rerotate and self.protect:
-            raise ValueError(f"protect={self.protect}: rerotate=True gives new positions to the sinks alone")
+            raise ValueError(
+                f"protect={self.protect}: rerotate=True gives new positions to the sinks alone: give one of them"
+            )
 
     @property
     @override

@@ -16,7 +16,7 @@ from dmc.results.estimates import CONFIDENCE, POWER, Estimate
 from dmc.results.measurement import FULL
 from dmc.results.statistics import paired
 from dmc.results.tables import LEAST_RATIO, meets_ratio
-from dmc.results.verdict import Scale
+from dmc.results.verdict import Scale, is_too_wide
 
 GRAMMAR = re.compile(
     r"(?P<subject>\S+) (?:within (?P<margin>\d+(?:\.\d+)?) (?P<unit>points?|nats) of|better than) (?P<other>\S+)"
@@ -32,7 +32,7 @@ Standing = Literal["true", "false", "not carried", "not compressed"]
 
 
 @dataclass(frozen=True)
-class Method:
+class NamedMethod:
     """A line of a comparison, over its seeds."""
 
     variant: str
@@ -81,7 +81,7 @@ class Claim:
         number = None if margin is None else float(margin) / (100 if unit == "point" else 1)
         return cls(found.string, subject, other, task, metric, number, unit)
 
-    def check(self, methods: Iterable[Method], tasks: Mapping[str, str | None], reference: str | None) -> None:
+    def check(self, methods: Iterable[NamedMethod], tasks: Mapping[str, str | None], reference: str | None) -> None:
         """Check before anything is measured that its names are those of a comparison, and its unit the metric's.
 
         Args:
@@ -117,7 +117,7 @@ class Claim:
             known = frame[(frame["task"] == self.task) & (frame["by"] == "")]["metric"].unique()
             raise ValueError(f"claim={self.text!r}: {self.metric or 'its metric'} was not measured, but {[*known]}")
         methods = [
-            Method(*values) for values in lines[["variant", "policy", "budget", "is_full"]].itertuples(index=False)
+            NamedMethod(*values) for values in lines[["variant", "policy", "budget", "is_full"]].itertuples(index=False)
         ]
         sides = [self._find(name, [*dict.fromkeys(methods)], reference) for name in (self.subject, self.other)]
         subject, other = (lines[[method == side for method in methods]] for side in sides)
@@ -135,7 +135,7 @@ class Claim:
         except ValueError as error:
             raise ValueError(f"claim={self.text!r}: {error}") from error
 
-    def _find(self, name: str, methods: list[Method], reference: str | None) -> Method:
+    def _find(self, name: str, methods: list[NamedMethod], reference: str | None) -> NamedMethod:
         found = [method for method in methods if name in method.names]
         if len(found) > 1 and name == FULL:
             found = [method for method in found if method.variant == reference] or found
@@ -163,7 +163,7 @@ class AchievedRatio:
     """Entries that it held and left unread, over all steps: it claims fewer reads, not a smaller cache."""
 
     @classmethod
-    def of(cls, name: str, method: Method, lines: pandas.DataFrame) -> AchievedRatio:
+    def of(cls, name: str, method: NamedMethod, lines: pandas.DataFrame) -> AchievedRatio:
         """Read what was held from a method's measurements of one metric."""
         first, in_name = lines.iloc[0], RATIO_IN_NAME.search(method.variant)
         if method.budget is None and in_name is not None:
@@ -231,7 +231,9 @@ class Judgement:
             if lost.upper < 0 or self.standing == "false":
                 side = f"at least {self._least}"
             return f"{self.standing}: {self.claim.text}: {difference}, {side} {sure} ({over}){held}."
-        if math.isinf(lost.reach):
+        if self.claim.margin is not None and is_too_wide(lost.reach, self.claim.margin):
+            carried = f"{over} cannot tell"
+        elif math.isinf(lost.reach):
             carried = f"{over} carries no margin" if contexts else "without its samples no margin is known"
         else:
             carried = f"{over} carry a margin of {scale.bound(lost.reach)}"

@@ -19,7 +19,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from dmc.config.settings import Count, build_config, checked_dataclass
 from dmc.data.sources import files_digest
-from dmc.results.measurement import Row, digest
+from dmc.files import json_digest
+from dmc.results.measurement import Row
 from dmc.results.tasks import Conditions, Sample, Task
 from dmc.results.tasks.asking import Question
 from dmc.results.tasks.voting import VotingOptions
@@ -295,7 +296,7 @@ def answers_of(samples: dict[str, list[dict[str, Any]]], metric: str, value: flo
     values = [float(value) for *_, value in found]
     if not values or not math.isclose(statistics.fmean(values), value, rel_tol=1e-6, abs_tol=1e-9):
         return {}
-    return {"sample_values": values, "samples_key": digest([place for *place, _ in found])}
+    return {"sample_values": values, "samples_key": json_digest([place for *place, _ in found])[:16]}
 
 
 def over_seeds(rows: Sequence[Row]) -> Row:
@@ -309,7 +310,7 @@ def over_seeds(rows: Sequence[Row]) -> Row:
     if all("sample_values" in row for row in rows):
         joined["sample_values"] = [value for row in rows for value in row["sample_values"]]
         joined["contexts"] = [*range(len(first["sample_values"]))] * num
-        joined["samples_key"] = digest([row["samples_key"] for row in rows])
+        joined["samples_key"] = json_digest([row["samples_key"] for row in rows])[:16]
     else:
         joined = {name: value for name, value in joined.items() if name not in ("sample_values", "samples_key")}
     return joined

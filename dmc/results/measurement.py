@@ -12,7 +12,6 @@ names those that a measurement has: "" for a metric of the whole task, "length d
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypedDict
@@ -113,11 +112,6 @@ TYPES: dict[str, type] = {
     "entries_unread": int,
     **dict.fromkeys(COORDINATES, float),
 }
-
-
-def digest(content: Any) -> str:
-    """Return a hash of JSON content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def key_of(model: str, policy: str, budget: str | None, task: str, seed: int) -> str:

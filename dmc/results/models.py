@@ -14,9 +14,9 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from dmc.compression.full_attention import refuse_other_attention
 from dmc.config.settings import build_config, checked_dataclass, suggest
 from dmc.data.sources import file_stamps
+from dmc.files import json_digest
 from dmc.gguf import ModelName
 from dmc.models.weights import open_weights
-from dmc.results.measurement import digest
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"}
 """Types of the files that make a model: weights, configuration, tokenizer and chat template, but no README."""
@@ -126,4 +126,4 @@ def version_of(model: ComparedModel) -> str | None:
         return extract_commit_hash(cached_file(model.path, "config.json", revision=model.revision), None)
     files = sorted(path for path in folder.glob("*") if path.suffix in MODEL_FILES)
     modified = datetime.fromtimestamp(max(path.stat().st_mtime for path in files), timezone.utc)
-    return f"{modified.isoformat(' ', 'seconds')}, {digest(file_stamps(files, relative_to=folder))[:8]}"
+    return f"{modified.isoformat(' ', 'seconds')}, {json_digest(file_stamps(files, relative_to=folder))[:8]}"

@@ -22,6 +22,8 @@ ACCURACY = ("exact_match", "acc")
 """Metrics that are the share of right answers."""
 NO_QUALITY = ("share_held",)
 """Main metrics that describe a cache."""
+TOO_WIDE = 10.0
+"""Samples whose bounds are further from the mean than so many margins of "as good" cannot tell: no bound is said."""
 FEWER = 0.75
 """Factor between the bytes of methods that are named beside the best one."""
 
@@ -142,22 +144,28 @@ def _against_full(line: pandas.Series, scale: Scale) -> str:
     text = f"Against the full cache it is {scale.difference(line['lost'], line['lost_error'])}"
     if line["standing"] == "worse" or line["upper_of_best"] < 0:
         return f"{text}."
-    if math.isfinite(line["upper_of_best"]):
+    if math.isfinite(line["upper_of_best"]) and not is_too_wide(line["carried"], line["margin"]):
         chosen = f" as the best of {line['num_alike']}" if line["num_alike"] > 1 else ""
         bound = scale.bound(line["upper_of_best"])
         text += f", and{chosen} at most {bound} worse with {100 * CONFIDENCE:.0f} % confidence"
     return f"{text}." if line["upper_of_best"] <= line["margin"] else f"{text}: {carried(line, scale)}."
 
 
+def is_too_wide(reach: float, margin: float) -> bool:
+    """Return whether bounds so far from the mean say nothing of a margin."""
+    return math.isfinite(reach) and reach > TOO_WIDE * margin
+
+
 def carried(line: pandas.Series, scale: Scale) -> str:
     """Say which margin the samples of a summary's line carry, and how many would carry the one of "as good"."""
     if math.isinf(line["carried"]):
         return "a single text carries no margin" if line["contexts"] else "without its samples no margin is known"
-    text = f"{line['contexts']:,} {_kind(line)} carry a margin of {scale.bound(line['carried'])}"
-    if line["carried"] <= line["margin"]:
-        return text
+    samples = f"{line['contexts']:,} {_kind(line)}"
     needed = "more seeds" if pandas.isna(line["contexts_needed"]) else f"{line['contexts_needed']:,.0f}"
-    return f"{text}; {scale.margin(line['margin'])} would need {needed}"
+    if is_too_wide(line["carried"], line["margin"]):
+        return f"{samples} cannot tell; by their spread {needed} would"
+    text = f"{samples} carry a margin of {scale.bound(line['carried'])}"
+    return text if line["carried"] <= line["margin"] else f"{text}; {scale.margin(line['margin'])} would need {needed}"
 
 
 def _against_baseline(baseline: pandas.Series | None, scale: Scale) -> str:

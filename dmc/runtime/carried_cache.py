@@ -157,8 +157,8 @@ def _read_description(folder: Path) -> Description:
     path = folder / DESCRIPTION_NAME
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} holds no cache that this engine could load: there is no {path.name}, which Engine.save writes "
-            "(each of several ranks into a folder of its own)"
+            f"{folder} holds no saved cache: there is no {path.name}, which Engine.save writes; several ranks need a "
+            "folder each"
         )
     values = read_mapping(path)
     if values.get("format") != FORMAT:

@@ -354,7 +354,7 @@ class Engine:
         """Return the request that was submitted, of a continuation too; another engine's has other blocks."""
         root = request.root or request
         if root.generation is None and root not in self._core:
-            raise ValueError("the request is another engine's, or has not begun: give it to that one")
+            raise ValueError("the request was submitted to another engine: give it to that one")
         return root
 
     def _start(self, request: Request) -> None:

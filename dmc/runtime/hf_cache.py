@@ -126,7 +126,9 @@ class PagedGenerationCache(Cache):
             TypeError: the layer has none: only compressed attention layers can use this cache.
         """
         if self._layout.window_of(self._layout.places[layer_idx]) is None:
-            raise TypeError("this cache belongs to a compressed (dmc_*) model; a stock layer called update()")
+            raise TypeError(
+                "a stock layer called update() of a compressed model's cache: give it a cache of transformers"
+            )
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -95,11 +95,11 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if max(tokens, default=0) >= self._vocab_size:
-                raise ValueError(f"{name}={tokens!r:.80}: the model knows 0 to {self._vocab_size - 1}, no other comes")
+                raise ValueError(f"{name}={tokens!r:.80}: the model knows 0 to {self._vocab_size - 1}")
         if params.prompt_logprobs is not None and self._policy is not None:
             raise ValueError(
-                f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends, its own "
-                "tokens would be predicted from the full cache; use `score`, or no policy"
+                f"prompt_logprobs={params.prompt_logprobs}: a policy compresses a prompt when it ends. Its tokens are "
+                "predicted from the full cache: use `score`, or no policy"
             )
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={params.stop!r} was given, but the engine has no tokenizer: pass tokenizer=")
@@ -191,14 +191,14 @@ class InputProcessor:
             blocks = min(blocks, cache.blocks_held(base) + cache.blocks_for(num_tokens - base.tokens_seen))
         if not cache.grows and blocks > cache.allocator.num_blocks:
             raise ValueError(
-                f"a sequence of {num_tokens} tokens may need {blocks} blocks at the compression ratio "
-                f"{cache.expected_ratio:g} that is expected, memory= holds {cache.allocator.num_blocks}: "
-                f"give at least {blocks * cache.block_bytes} bytes, or shorten it"
+                f"a sequence of {num_tokens} tokens may need {blocks} blocks at CR {cache.expected_ratio:g}, and "
+                f"memory= holds {cache.allocator.num_blocks}: give at least {blocks * cache.block_bytes} bytes, or a "
+                "shorter one"
             )
         if num_tokens > limit and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"a sequence may come to {num_tokens} tokens, the model is made for {limit} positions "
-                "(max_position_embeddings): what it predicts beyond them is not to be trusted",
+                f"a sequence of up to {num_tokens} tokens exceeds the model's {limit} positions "
+                "(max_position_embeddings): predictions beyond them are unreliable",
                 stacklevel=2,
             )

@@ -148,9 +148,8 @@ def _turn_of(model: Any, attention: nn.Module | None, index: int, query: Tensor,
     best = min(range(len(errors)), key=errors.__getitem__)
     if not errors[best] <= 1e-3 + 8 * torch.finfo(query.dtype).eps:
         raise NotImplementedError(
-            f"the policy turns queries and keys to other positions, layer {index} of this {model.config.model_type} "
-            "model turns them in a way of its own: expected RoPE by the family's apply_rotary_pos_emb, or none; use "
-            "another policy, such as SnapKV or Quest"
+            f"the policy rotates queries and keys, and layer {index} of this {model.config.model_type} model does not "
+            "use its family's apply_rotary_pos_emb: use another policy, such as SnapKV or Quest"
         )
     return candidates[best]
 

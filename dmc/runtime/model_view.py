@@ -157,8 +157,8 @@ def layout_of(model: Any, policy: CachePolicy | None = None) -> CacheLayout:
         refuse_other_attention(config)
         if not any(hasattr(sys.modules[type(part).__module__], ATTENTION_FUNCTIONS) for part in model.modules()):
             raise NotImplementedError(
-                f"layer 0 of this {config.model_type} model computes its attention in a way of its own: expected a "
-                "model that takes the function from transformers' AttentionInterface"
+                f"layer 0 of this {config.model_type} model has its own attention: expected a model that uses "
+                "transformers' AttentionInterface"
             )
     parameter = next(model.parameters())
     ranks = getattr(model, "ranks", ALONE)
@@ -202,9 +202,9 @@ def fit_policy(
         raise TypeError(f"policy={policy!r}: expected an object such as dmc.policies.H2O(budget=Budget(ratio=4.0))")
     if getattr(model.config, "compression", None) is not None and not policy.serves_compressed:
         raise ValueError(
-            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps; give "
-            "a stock model, policy=None, or a policy that compresses prompts alone (SnapKV, PyramidKV, AdaKV, LAVa, "
-            "AttentionMatching)"
+            f"policy={policy!r}: the gates of {type(model).__name__} decide token by token what its cache keeps. "
+            "Give a stock model, policy=None, or a policy that compresses prompts alone: SnapKV, PyramidKV, AdaKV, "
+            "LAVa or AttentionMatching"
         )
     if getattr(model, "ranks", ALONE).size > 1:
         raise ValueError("a policy cannot be used with a model that several processes share: use one process")

@@ -94,8 +94,8 @@ class PagedForward:
         """
         if self._num_attended < len(self.cache.layout.places):
             raise NotImplementedError(
-                f"{self._num_attended} of the model's {len(self.cache.layout.places)} layers have asked the paged "
-                "cache; the others keep another state, or attend in a way of their own, which it does not serve"
+                f"only {self._num_attended} of the model's {len(self.cache.layout.places)} layers use the paged cache: "
+                "the engine serves no layers with another state or with their own attention"
             )
 
     serves_whole_layers = True

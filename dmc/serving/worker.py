@@ -60,8 +60,8 @@ class ServedCache:
         session = self._engine.load(self._folder)
         if session.sequence.row is None:
             raise ValueError(
-                f"caches: the memory of this model's cache has no room for the {len(session.tokens)} tokens of "
-                f"{self._folder} beside what it holds already; give more memory=, or load fewer"
+                f"caches: the {len(session.tokens)} tokens of {self._folder} do not fit into what is left of memory=: "
+                "give more, or load fewer caches"
             )
         return session.freeze()
 
@@ -71,7 +71,7 @@ class ServedCache:
             try:
                 self._frozen = self._read()
             except (ValueError, OSError):  # the session is computed from its tokens
-                logger.warning("%s could not be read again", self._folder, exc_info=True)
+                logger.warning("%s cannot be read again: its tokens are computed anew", self._folder, exc_info=True)
         return self._frozen.session()
 
 

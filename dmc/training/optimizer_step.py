@@ -1,8 +1,7 @@
 """The training step, from top to bottom as it runs: `OptimizerStep.run` is one step, in seven numbered moves.
 
-Above it: a step's micro-batches (`StepLoader`). Within it: schedules and the learning rate, loss and backward pass of
-each micro-batch with the gradient's scale, the check that all is finite, clipping, the optimizer, the log. Below it:
-the control of the compression ratio (`RatioControl`). The loss is in `module.py`, which knows nothing of the step.
+The methods behind the moves follow in their order, then the control of the compression ratio (`RatioControl`). A step's
+micro-batches come from `micro_batches.py`. The loss is in `module.py`, which knows nothing of the step.
 
 A step whose loss or gradient is not finite on any rank counts in the plan and in the data order, but changes neither
 weights nor optimizer state. All that depends on the figures of a step runs on the device, which never waits for the
@@ -12,10 +11,9 @@ host: the host reads them once the next step is queued.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,10 +22,9 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from dmc.models.attention import Documents
-from dmc.models.token_losses import num_predicted
 from dmc.ranks import Ranks
 from dmc.training.config import RatioControlConfig, TrainingConfig
+from dmc.training.micro_batches import share_predicted_tokens
 from dmc.training.module import Schedule
 from dmc.training.stages import Plan
 from dmc.training.strategies.parallelism import keep_rows
@@ -44,71 +41,13 @@ RATIO_METRICS = {
     "decided_fraction": "train/decided_ratio",
 }
 """Shares of the cache, which can be averaged, and the ratios they are logged as."""
+HARD_FRACTIONS = {"held": "hard_cache_fraction", "decided": "decided_fraction"}
+"""Share of the cache under thresholded decisions that the target ratio is of, by `compression.target_counts`."""
 logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(ArithmeticError):
     """Too many steps in a row had a loss or gradient that is not finite; the run's state is saved."""
-
-
-class StepLoader:
-    """Groups a loader's micro-batches into optimizer steps: Lightning's batch is a step, a list of micro-batches.
-
-    Args:
-        loader: this rank's micro-batches.
-        accumulation: micro-batches of a step.
-        counts_tokens: whether each micro-batch gets `num_predicted`, see `share_predicted_tokens`.
-        num_consumed: returns the samples of all ranks in the steps that are done; a loader with a state needs it.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        accumulation: int,
-        counts_tokens: bool = False,
-        num_consumed: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.loader, self.accumulation, self.counts_tokens = loader, accumulation, counts_tokens
-        self.num_consumed = num_consumed
-
-    def __len__(self) -> int:
-        return len(self.loader) // self.accumulation
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last step done; empty where its order is a function of the step."""
-        return self.loader.state_dict(self.num_consumed()) if hasattr(self.loader, "state_dict") else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loader's state."""
-        if hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        micro_batches = iter(self.loader)
-        while step := list(itertools.islice(micro_batches, self.accumulation)):
-            if self.counts_tokens and all("loss_mask" in micro_batch for micro_batch in step):
-                count = torch.stack([num_predicted(micro_batch["loss_mask"]) for micro_batch in step]).mean()
-                step = [micro_batch | {"num_predicted": count} for micro_batch in step]
-            yield [host_batch(micro_batch) for micro_batch in step]
-
-
-def host_batch(batch: dict[str, Any]) -> dict[str, Any]:
-    """Extract data that the host needs before the batch moves to the device, where reading it would wait."""
-    batch = {**batch, "position": batch["position"].tolist()}
-    if batch["input_ids"].ndim == 3:  # an item is several sequences: see `FactSequences`
-        folds = batch["input_ids"].shape[1]
-        batch |= {name: batch[name].flatten(0, 1) for name in ("input_ids", "loss_mask")}
-        batch["position"] = [position * folds + fold for position in batch["position"] for fold in range(folds)]
-    starts = batch.pop("document_starts", None)
-    return batch | {"documents": None if starts is None else Documents.from_starts(starts)}
-
-
-def share_predicted_tokens(micro_batches: list[dict[str, Any]]) -> None:
-    """Average the number of predicted tokens of a micro-batch over the ranks: `token_mean` divides by it."""
-    if "num_predicted" in micro_batches[0]:
-        count = Ranks.world().all_reduce(micro_batches[0]["num_predicted"], "avg")
-        for micro_batch in micro_batches:
-            micro_batch["num_predicted"] = count
 
 
 class OptimizerStep(Callback):
@@ -145,7 +84,7 @@ class OptimizerStep(Callback):
 
         Args:
             module: the `RetrofitModule`, with Lightning's trainer.
-            micro_batches: those of this rank, see `StepLoader`.
+            micro_batches: those of this rank, from `StepLoader`.
         """
         step, optimizer, strategy, trainer = module.global_step, module.optimizers(), module.strategy, module.trainer
 
@@ -169,15 +108,18 @@ class OptimizerStep(Callback):
             metrics.append(measured)
         self.mask_gradients(module)
 
-        # 3. Finite check, and control of the ratio (`average_and_decide`). 4. Clip, or skip what is not finite
-        # (`clip_or_skip`). 5. Optimizer. DeepSpeed checks, clips and skips inside its own step, which comes first.
-        positions = [micro_batch["position"] for micro_batch in micro_batches]
+        # DeepSpeed checks, clips and skips inside its own step: there move 5 comes before move 3, which has no 4.
         if strategy.clips_in_optimizer:
             optimizer.step()
-            figures = self.average_and_decide(module, step, metrics, positions)
-        else:
-            figures = self.average_and_decide(module, step, metrics, positions)
+
+        # 3. Average the figures over all ranks, decide whether all are finite, and control the ratio.
+        positions = [micro_batch["position"] for micro_batch in micro_batches]
+        figures = self.average_and_decide(module, step, metrics, positions)
+
+        if not strategy.clips_in_optimizer:
+            # 4. Clip the gradients, or skip the step.
             self.clip_or_skip(module, optimizer.optimizer, figures)
+            # 5. Optimizer.
             optimizer.step()
         optimizer.zero_grad()
 
@@ -216,7 +158,7 @@ class OptimizerStep(Callback):
     def average_and_decide(
         self, module: Any, step: int, metrics: list[dict[str, Tensor]], positions: Sequence[list[int]] = ()
     ) -> Figures:
-        """Average the figures of a step over micro-batches and ranks, and decide whether to skip it.
+        """Average the figures of a step over micro-batches and ranks, decide whether to skip it, and control the ratio.
 
         A figure that is not finite on one rank makes the mean so on all of them: all skip, or none.
 
@@ -251,8 +193,7 @@ class OptimizerStep(Callback):
         """Move the weight of the ratio loss, and in the last stage the target, by what the step has held."""
         state, thresholded = self.plan.at(step), None
         if state.stage == "solidify":
-            held = module.model.compression.target_counts == "held"
-            thresholded = figures["hard_cache_fraction" if held else "decided_fraction"]
+            thresholded = figures[HARD_FRACTIONS[module.model.compression.target_counts]]
         self.ratio_control.update(figures["relaxed_cache_fraction"], state.target_ratio, thresholded=thresholded)
 
     def clip_or_skip(self, module: Any, optimizer: Any, figures: Figures) -> None:

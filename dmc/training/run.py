@@ -39,6 +39,7 @@ from dmc.training.callbacks.validation import Validation
 from dmc.training.checkpoints import FOLDER_NAME, check_fits, find_checkpoint, read_header, saved_checkpoints
 from dmc.training.config import RunConfig
 from dmc.training.export import FINAL_NAME, Exporter
+from dmc.training.flight_recorder import flight_recorder
 from dmc.training.loggers import open_loggers
 from dmc.training.model_folder import METRICS_NAME, check_push, is_final, push
 from dmc.training.module import RetrofitModule
@@ -225,14 +226,16 @@ def _fit(config: RunConfig, plan: Plan, run: TrainedRun, preemption: Preemption,
         record_start(run.folder, step)
     for run_logger in loggers:
         run_logger.log_hyperparams(dataclasses.asdict(config))
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    if trainer.global_step != plan.total_steps:
-        raise ValueError(
-            f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is exported"
-        )
-    module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
-    exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
-    trainer.strategy.barrier("export")
+    with flight_recorder(run.folder) if trainer.world_size > 1 else nullcontext():
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        if trainer.global_step != plan.total_steps:
+            raise ValueError(
+                f"{run.folder}: the text ended after step {trainer.global_step} of {plan.total_steps}: nothing is "
+                "exported"
+            )
+        module.model.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+        exporter.write(module.model, run.final, config.target_ratio, step=trainer.global_step)
+        trainer.strategy.barrier("export")
 
 
 def _teacher(config: RunConfig, strategy: Any, student: Any, base_type: str) -> Teacher:

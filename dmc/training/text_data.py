@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import re
@@ -36,12 +35,13 @@ from dmc.data.hub import TOKENIZER_FILES
 from dmc.data.numbering import excess_ids, has_tokenizer, moved_special_token, moved_token
 from dmc.data.sources import files_digest
 from dmc.data.streaming import check_stream
+from dmc.files import json_digest
 from dmc.models.attention import Documents
 from dmc.models.loading import load_tokenizer
 from dmc.models.weights import read_model_config, weights_digest
 from dmc.training.callbacks.preemption import leave_signals_to_parent
 from dmc.training.config import RunConfig
-from dmc.training.optimizer_step import StepLoader
+from dmc.training.micro_batches import StepLoader
 from dmc.training.stages import Plan
 
 logger = logging.getLogger(__name__)
@@ -157,8 +157,7 @@ def text_digests(config: RunConfig) -> dict[str, str]:
             source = instantiate(settings, f"data.{split}.{name}")
             key = f"data.{split}.{name}"
             if source.is_remote:
-                described = json.dumps(source.description(), sort_keys=True, default=str)
-                file = Path(data.cache_folder) / "hub" / hashlib.sha256(described.encode()).hexdigest()
+                file = Path(data.cache_folder) / "hub" / json_digest(source.description())
                 found[key] = once(file, source.digest)
             else:
                 found[key] = source.digest()

@@ -4,8 +4,8 @@ import sysconfig
 
 import pytest
 
-from dmc.data import ListSource, ProseSource
-from dmc.data.lists import FORMS, draw_list, nouns
+from dmc.data import ChainSource, ListSource, ProseSource
+from dmc.data.lists import FORMS, nouns
 from dmc.data.prose import _documents, fingerprint, split_of_text
 
 SPLITS = ("train", "validation", "calibration", "test")
@@ -88,10 +88,15 @@ def test_unknown_settings_are_refused():
 def test_lists_say_rows_again_and_splits_share_none():
     source = ListSource(lists=40)
     texts = list(source.read(source.stream()))
-    assert texts == [draw_list(source, number) for number in range(40)] and len({*texts}) == 40
-    assert not {*texts} & {*(draw_list(ListSource(split="test", lists=40), number) for number in range(40))}
+    assert texts == [source.draw(number)[0] for number in range(40)] and len({*texts}) == 40
+    assert not {*texts} & {*(ListSource(split="test", lists=40).draw(number)[0] for number in range(40))}
     assert len(nouns()) > 500 and "tomato" in nouns()
     rows = [("tomato", "12"), ("blue snail", "rome")]
     for form in FORMS:
         text = form(rows).lower().replace("_", " ")
         assert all(part in text for row in rows for part in row)
+
+
+def test_the_hash_by_which_an_unfinished_run_knows_its_text_stays():
+    assert ListSource().digest() == "eb06dae15b9acb0d9b78e33d2a04ede4a728a661f0fc6c54bd46cd6b3633c152"
+    assert ChainSource().digest() == "17e4a18256f9c5c30afc0f8bf0cac1e03dd4ec12f3bc25d09e7482e03a8cfd33"

@@ -6,16 +6,16 @@ import numpy
 import pytest
 from report_rows import plain_row
 
-from dmc.results.claims import Claim, Judgement, Method
+from dmc.results.claims import Claim, Judgement, NamedMethod
 from dmc.results.estimates import Estimate, difference
 from dmc.results.measurement import to_frame
 from dmc.results.verdict import Scale
 
 WITHIN = "retrofit within 3 points of full at recall"
 METHODS = [
-    Method("base", "full", None, True),
-    Method("retrofit", "full", None, False),
-    *(Method("base", policy, budget, False) for policy in ("h2o", "snapkv") for budget in ("4", "bytes:retrofit")),
+    NamedMethod("base", "full", None, True),
+    NamedMethod("retrofit", "full", None, False),
+    *(NamedMethod("base", policy, budget, False) for policy in ("h2o", "snapkv") for budget in ("4", "bytes:retrofit")),
 ]
 
 
@@ -81,6 +81,12 @@ def test_too_few_samples_carry_no_claim_and_it_says_how_many_would():
         row["samples"] *= more
     again = Claim.parse(WITHIN).judge(to_frame(rows), "base")
     assert again.standing == "true" and again.lost.num_contexts >= needed
+
+
+def test_of_a_spread_too_large_to_tell_no_margin_is_said():
+    found = judged(WITHIN, 4, 0.01, 0.5)
+    assert found.standing == "not carried" and found.lost.reach > 0.3
+    assert "; 4 texts cannot tell; it would need" in str(found) and "margin" not in str(found)
 
 
 def test_bounds_are_rounded_to_their_safe_side():
@@ -224,7 +230,7 @@ def test_names_are_checked_before_anything_is_measured(text, error):
 
 
 def test_full_is_the_full_cache_of_the_reference():
-    several = [*METHODS, Method("control", "full", None, True)]
+    several = [*METHODS, NamedMethod("control", "full", None, True)]
     Claim.parse(WITHIN).check(several, {"recall": None}, "control")
     with pytest.raises(ValueError, match="'full' is not one method"):
         Claim.parse(WITHIN).check(several, {"recall": None}, None)

@@ -226,3 +226,20 @@ def test_the_tasks_of_a_benchmark_stand_beside_the_baselines_of_all_of_them():
     (verdict,) = verdicts(rows)
     assert verdict.startswith("both: retrofit at CR 4: loss 3.350 ± 0.004 nats in 25 % of the bytes; control")
     assert "bytes: h2o, 3.550 ± 0.004 nats (32 samples, one model)" in verdict  # tova lacks a task
+
+
+def test_of_a_spread_too_large_to_tell_the_texts_needed_are_said_and_no_bound():
+    rows = [full(), retrofit(3.1, spread=1.0)]
+    deviation = numpy.std(around(3.1, 1.0), ddof=1)
+
+    def carried(count):
+        return scipy.stats.t.ppf(0.95, count - 1) * deviation / count**0.5
+
+    needed = next(count for count in itertools.count(16) if carried(count) <= 0.02)
+    (verdict,) = verdicts(rows)
+    assert carried(16) > 10 * 0.02 and "with 95 % confidence" not in verdict
+    assert verdict.endswith(
+        f"it is 0.10 ± {deviation / 4:.2f} nats worse: 16 samples cannot tell; by their spread {needed:,} would."
+    )
+    (line,) = summarize(to_frame(rows)).query("learned").to_dict("records")
+    assert line["carried"] == pytest.approx(carried(16)) and line["upper_of_best"] == pytest.approx(0.1 + carried(16))

@@ -183,7 +183,7 @@ def test_what_is_damaged_is_refused_in_one_line(make_stock, make_prompts, tmp_pa
     description.write_text(json.dumps({"format": 1}))
     assert "is missing" in refusal()
     description.unlink()
-    assert "holds no cache that this engine could load: there is no cache.json" in refusal(FileNotFoundError)
+    assert "holds no saved cache: there is no cache.json" in refusal(FileNotFoundError)
     with engine.load(folder) as session:
         assert session.tokens == context
 

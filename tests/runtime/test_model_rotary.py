@@ -137,7 +137,7 @@ class Learned(nn.Linear):
 def test_a_way_of_its_own_is_refused_when_the_engine_is_built(method):
     model = build("llama")
     model.model.layers[1].self_attn.k_proj = Learned(48, 32)
-    with pytest.raises(NotImplementedError, match="layer 1 of this llama model turns them in a way of its own"):
+    with pytest.raises(NotImplementedError, match="layer 1 of this llama model does not use its family"):
         Engine(model, policy=ROTATING[method])
     Engine(model, policy=policies.H2O(budget=Budget(ratio=2)))
 

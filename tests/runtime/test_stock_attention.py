@@ -124,7 +124,7 @@ def test_families_with_full_attention_or_windows_are_served_as_they_are(family: 
             "rope_type='longrope' changes",
         ),
         ("falcon_h1", {}, "layer 0 of this falcon_h1 model is hybrid"),
-        ("bloom", {}, "layer 0 of this bloom model computes its attention in a way of its own"),
+        ("bloom", {}, "layer 0 of this bloom model has its own attention"),
         ("bloom", {"num_key_value_heads": None}, "this bloom model has no num_key_value_heads"),
         ("gpt2", {"num_key_value_heads": None}, "this gpt2 model has no num_key_value_heads"),
     ],
@@ -266,5 +266,5 @@ def test_layers_that_never_ask_for_the_cache_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         type(model.model.layers[0].self_attn), "forward", lambda self, hidden_states, **_: (hidden_states, None)
     )
-    with pytest.raises(NotImplementedError, match="0 of the model's 2 layers have asked"):
+    with pytest.raises(NotImplementedError, match="0 of the model's 2 layers use the paged cache"):
         Engine(model).generate([[1, 2, 3]], SamplingParams(max_new_tokens=1))

@@ -123,7 +123,7 @@ def test_a_cache_without_room_is_named_when_the_server_starts(tmp_path: Path) ->
         session.feed(list(range(3, 103)))
         engine.save(session, tmp_path / "long")
     small = Engine(model, memory=engine.cache.block_bytes * 8)
-    with pytest.raises(ValueError, match=r"no room for the 100 tokens of .*long beside what it holds already; give"):
+    with pytest.raises(ValueError, match=r"the 100 tokens of .*long do not fit into what is left of memory=: give"):
         Worker({"own": small}, 4, caches={"own": {"corpus": str(tmp_path / "long")}})
 
 

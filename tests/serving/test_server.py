@@ -27,7 +27,7 @@ REFUSED = [
     ("name=own dtype=bfloat16 revision=v2", "name=, dtype=, revision= belong to model=DIR"),
     ("model={stock} name=own models={{own:{compressed}}}", "model= and models= both have the name 'own': give name="),
     ("model={stock} autoscaling.max_replicas=4", "autoscaling.max_replicas=4 needs replicas="),
-    ("model={stock} caches={{corpus:nowhere}}", "nowhere holds no cache that this engine could load"),
+    ("model={stock} caches={{corpus:nowhere}}", "nowhere holds no saved cache"),
     ("model={stock} policy=h2o", "needs a budget"),
     ("model={stock} budget=4", "budget=4 needs a policy"),
     (

@@ -124,6 +124,16 @@ echo "torch.OutOfMemoryError at start $n" >"$RUN/ranks/17-1.log"
 KILLED = DIES + "echo 'srun: error: node2: task 1: Killed' >&2; exit 137\n"
 
 
+def test_a_hang_of_this_start_alone_names_the_command_that_compares_the_ranks(cluster):
+    traces = cluster.run / "logs" / "flight_recorder" / "nccl"
+    starts = 'mkdir -p "$RUN/logs/flight_recorder/nccl"; sleep 0.02; echo "{}" >>"$RUN/starts.jsonl"; sleep 0.02\n'
+    hangs = '[ "$n" -gt 0 ] || echo trace >"$RUN/logs/flight_recorder/nccl/rank_0"\n'
+    cluster.does(step=DIES + starts + hangs + KILLED.removeprefix(DIES))
+    first, second = cluster.turns("slurm/train.sbatch")
+    assert f"to compare the last collectives of the ranks: torchfrtrace {traces}\n" in first
+    assert "torchfrtrace" not in second
+
+
 def test_a_run_whose_rank_is_killed_goes_on_and_progress_gives_new_restarts(cluster):
     progress = 'mkdir -p "$RUN/checkpoints/step_000000$((4 * n + 4))" "$RUN/checkpoints/step_0000099.partial"\n'
     ends = '[ "$n" -lt 2 ] || { mkdir "$RUN/final"; exit 0; }\n'

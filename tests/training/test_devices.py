@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dmc.compression import CompressionConfig
 from dmc.config import build_config
 from dmc.models import retrofit
-from dmc.training import optimizer_step
+from dmc.training import micro_batches, optimizer_step
 from dmc.training.config import RunConfig
 from dmc.training.module import RetrofitModule, train_gates_only
 from dmc.training.stages import Plan
@@ -73,7 +73,7 @@ def batch_of(module, device):
         if module.config.training.document_masking:
             batch["document_starts"] = torch.zeros(2, LENGTH, dtype=torch.bool)
             batch["document_starts"][[0, 0, 0, 1], [0, 101, 301, 0]] = True
-        batch = optimizer_step.host_batch(batch)
+        batch = micro_batches.host_batch(batch)
     return move_data_to_device(batch, torch.device(device))
 
 

@@ -17,7 +17,8 @@ from dmc.models import load_model, retrofit
 from dmc.training.callbacks.preemption import EXIT_PREEMPTED
 from dmc.training.checkpoints import read_tensors, remove, saved_checkpoints
 from dmc.training.config import RatioControlConfig, RunConfig
-from dmc.training.optimizer_step import RatioControl, StepLoader
+from dmc.training.micro_batches import StepLoader
+from dmc.training.optimizer_step import RatioControl
 from dmc.training.run import fresh_model, train
 from dmc.training.stages import Plan
 from dmc.training.text_data import fetched

@@ -15,8 +15,9 @@ from dmc.training.callbacks.preemption import PreemptedError
 from dmc.training.config import RunConfig
 from dmc.training.export import Exporter, choose_device, export_checkpoint
 from dmc.training.measure import score_text
+from dmc.training.micro_batches import host_batch
 from dmc.training.module import RetrofitModule, noise_seeds
-from dmc.training.optimizer_step import OptimizerStep, host_batch
+from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.record import read_config, record_run
 from dmc.training.run import train
 from dmc.training.stages import Plan

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from dmc.config.settings import Count, Share
 from dmc.data import DocumentSource
-from dmc.results.measurement import Row, digest
+from dmc.files import json_digest
+from dmc.results.measurement import Row
 from dmc.runtime import Engine, GenerationStats
 
 
@@ -154,7 +155,7 @@ class Task:
             "contexts": contexts if any(sample.context is not None for sample in samples) else [],
             "samples": len(results),
             **({"answers": answers} if any(answers) else {}),
-            "samples_key": digest([[sample.prompt, sample.after, sample.continuation] for sample in samples]),
+            "samples_key": json_digest([[sample.prompt, sample.after, sample.continuation] for sample in samples])[:16],
             **by_coordinates(results),
         }, [stats for result in results for stats in (result.stats, *result.others)]
 

@@ -86,13 +86,13 @@ class RunConfig:
         if training.gates_only and trainer.uses_deepspeed:
             yield f"training.gates_only=true with {strategy}: rows cannot be frozen; use ddp, fsdp2 or hsdp"
         if (facts := self.data.facts) is not None and training.document_masking:
-            yield "training.document_masking with data.facts: a fact would be forgotten where a document ends"
+            yield "training.document_masking with data.facts: a fact would be forgotten where a document ends; use one"
         if training.whole_documents and (facts is not None or self.data.streaming):
             other = "data.streaming" if facts is None else "data.facts"
             yield f"training.whole_documents with {other}: whole documents are packed from cached text without facts"
         if training.whole_documents and (training.head_agreement_weight > 0 or training.regression_init is not None):
             other = "regression_init" if training.head_agreement_weight == 0 else "head_agreement_weight"
-            yield f"training.whole_documents with training.{other}, which would count what sequences are filled up with"
+            yield f"training.whole_documents with training.{other}, which would count the filling of sequences: use one"
         if training.sequence_length % (shared := self.trainer.devices_per_sequence):
             yield (
                 f"training.sequence_length={training.sequence_length} cannot be divided among the {shared} devices of "
@@ -156,7 +156,7 @@ class RunConfig:
             yield f"{weight} with compression.decisions={gates.decisions}: heads always agree; use weight 0"
         for name in ("gates_only", "ratio_control"):
             if self.has_gates and gates.decisions == "fixed" and getattr(training, name):
-                yield f"training.{name} with compression.decisions=fixed: there are no gates to train"
+                yield f"training.{name} with compression.decisions=fixed: there are no gates to train; leave it out"
 
     def _contradictions_on_the_way(self, name: str, ratios: list[float]) -> Iterator[str]:
         stage = self.training.stages.get("retrofit")
@@ -165,7 +165,7 @@ class RunConfig:
         if self.target_ratio == 1:
             yield f"compression.target_ratio=1 has no snapshots on the way: empty training.{name}"
         if high := [ratio for ratio in ratios if ratio > self.target_ratio]:
-            yield f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}"
+            yield f"training.{name}={high} lie above compression.target_ratio={self.target_ratio}: give lower ones"
         if stage is not None and not stage.ramp_share(self.decisions) > 0:
             yield (
                 f"training.{name}={ratios} need a target that climbs through them: empty them, or give the retrofit "
@@ -242,6 +242,6 @@ def _refuse_to_train_tokenizer(config: RunConfig, overrides: Sequence[str]) -> N
     if config.data.tokenizer.train_vocab_size not in (None, words):
         raise ValueError(
             f"data.tokenizer.train_vocab_size={config.data.tokenizer.train_vocab_size} with model={config.model}, "
-            f"which has a tokenizer{'' if words is None else f' for its {words} words'}: leave the size out, and the "
-            "model keeps its own; or leave the model out, and a fresh one is trained"
+            f"which has a tokenizer{'' if words is None else f' for its {words} words'}: leave the size out to "
+            "keep it, or the model to train a fresh one"
         )
