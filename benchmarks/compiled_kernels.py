@@ -34,7 +34,7 @@ from dmc.kernels.base import LayerCache, NewTokens, OpenSlotState, Recent, Visib
 from dmc.kernels.batch import ForwardBatch
 from dmc.kernels.triton import append, append_chunk, compaction, decode, evict_one, prefill, received
 from dmc.models import fused_losses, token_loss_kernel
-from dmc.models.masked_attention import fused, kernels
+from dmc.models.masked_attention import fused, kept_keys, kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may use, by compute capability; the system takes 1 KiB more for each."""
@@ -226,6 +226,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, head_dim: int, names: s
             compaction,
             evict_one,
             kernels,
+            kept_keys,
             token_loss_kernel,
         ):
             for name, kernel in [item for item in vars(module).items() if item[0].endswith("_kernel")]:

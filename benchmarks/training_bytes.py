@@ -24,6 +24,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
@@ -36,9 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dmc.models import token_losses
-from dmc.models.masked_attention import fused
+from dmc.training.compiled_layers import compile_layers
 from dmc.training.config.run_config import run_config
-from dmc.training.module import compile_regions
 from dmc.training.planning import fake_step as steps
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product")
@@ -47,6 +47,8 @@ ROW_LOSSES = "row_losses"
 """The kernel of the losses over a vocabulary, which is no product."""
 ASKS = ("empty", "new_empty", "detach", "_unsafe_view", "split", "sym_", "lift_fresh", "resize_")
 """What launches nothing."""
+GATHERS = 2
+"""Kernels by which attention's operator gathers the keys that count, before those that attend."""
 OVERWRITES = ("copy_", "zero_", "fill_", "rand", "uniform_")
 """What does not read the tensor that it writes."""
 PHASES = ("teacher", "forward", "loss", "backward", "optimizer")
@@ -78,18 +80,13 @@ class Glue(TorchDispatchMode):
         if name == ROW_LOSSES:  # which reads the logits twice
             moved += sum(map(bytes_of, _tensors(arguments[:2])))
         if function.namespace == "dmc" and name.startswith(ATTENTION):
-            self._gather(arguments[name.endswith("backward") :])
+            self.launches[self.phase] += GATHERS if gathered_by(name, arguments) else 0
+            self.glue[self.phase] += gathered_by(name, arguments)
         if name.startswith(ATTENTION):
             self.attention[self.phase] += moved
         elif not name.startswith(PRODUCTS):
             self.glue[self.phase] += moved
         return out
-
-    def _gather(self, arguments: Any) -> None:
-        """Count what attention's operator does before its kernels: it gathers the keys that count."""
-        with self:
-            key, value, log_keep = arguments[1:4]
-            fused._kept(key, value, log_keep, arguments[6], arguments[-1])
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -102,13 +99,20 @@ class Glue(TorchDispatchMode):
 
     def compiled(self, graph: Any, inputs: Any) -> Any:
         """Count the kernels of a region, and run it as it is written: a backend of torch.compile."""
-        with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}):
+        at_once = functorch.patch(force_non_lazy_backward_lowering=True)  # later constants have no data
+        with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}), at_once:
             return compile_fx.compile_fx(graph, inputs, inner_compile=self._counted)
 
     def _counted(self, graph: Any, inputs: Any, is_backward: bool = False, **_: Any) -> Any:
         copied = torch.fx.GraphModule(graph, deepcopy(graph.graph))
         launches, moved = kernels_of(copied, inputs, is_backward)
-        attended = sum(map(moved_by, graph.graph.nodes))
+        attended = 0
+        for node in graph.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and (name := node.target._opname).startswith(ATTENTION):
+                parts = [value_of(part) for part in (*node.all_input_nodes, node)]
+                attended += sum(map(bytes_of, _tensors(parts)))
+                gathered = gathered_by(name, torch.fx.map_arg(node.args, value_of))
+                launches, moved = launches + (GATHERS if gathered else 0), moved + gathered
 
         def run(*given: Any) -> Any:
             self.launches[self.phase] += launches
@@ -130,11 +134,20 @@ class Glue(TorchDispatchMode):
             self.launches, self.glue, self.attention = counts
 
 
-def moved_by(node: torch.fx.Node) -> int:
-    """Count the bytes of an operation of a graph if it is attention."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._opname.startswith(ATTENTION):
+def value_of(node: torch.fx.Node) -> Any:
+    """Return what a node of a graph was traced with."""
+    return node.meta["val"]
+
+
+def gathered_by(name: str, arguments: Any) -> int:
+    """Count the bytes by which attention's operator gathers the keys that count; 0: it takes all."""
+    if not name.startswith("masked_attention") or arguments[-1] is None:
         return 0
-    return sum(bytes_of(tensor) for part in (*node.all_input_nodes, node) for tensor in _tensors(part.meta["val"]))
+    key, value, log_keep, _, _, hidden = arguments[name.endswith("backward") :][1:7]
+    if log_keep is None:
+        return 0
+    numbers = 5 * bytes_of(log_keep) + (0 if hidden is None else bytes_of(hidden))  # read, and three written, one read
+    return numbers + 2 * (bytes_of(key) + bytes_of(value))
 
 
 def kernels_of(graph: torch.fx.GraphModule, inputs: Any, is_backward: bool) -> tuple[int, int]:
@@ -176,12 +189,12 @@ def count(config: Any, num_layers: int) -> Glue:
         module = step.module
         module.model.lm_head.most_chunks = None
         head, teacher = module.model.lm_head, module.teacher
-        if config.trainer.compile:
+        if config.trainer.compiles_layers:
             torch._dynamo.reset()
             torch.compiler.set_default_backend(glue.compiled)
-            compile_regions(module.model)
-            for layer in () if teacher is None or not teacher.owns_weights else teacher.model.model.layers:
-                layer.compile()
+            compile_layers(module.model, config.training.activation_checkpointing)
+            if teacher is not None and teacher.owns_weights:
+                compile_layers(teacher.model, False)
             with glue.paused():  # compiles
                 step.micro_batch()
         if teacher is not None:

@@ -45,18 +45,22 @@ def choose(script, *overrides):
 
 
 def on_gpus():
-    """Return the experiments that set for which GPUs they are planned: their name, and what the plan then is for.
-
-    That is the overrides of the devices, and the planner's device and its memory in GiB.
-    """
+    """Return the experiments that train on GPUs: their name, and the planner's device and its memory in GiB."""
     found = {}
     for name in names("experiment"):
-        values = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text())
-        if (planner := values.get("planner")) is not None:
-            devices = [] if {"override /trainer": "gpu"} in values["defaults"] else ["trainer.devices=8"]
-            assumed = {"device": planner["assumed_device"], "device_memory_gib": planner["assumed_memory_gib"]}
-            found[name] = devices, assumed
+        files = files_of(name) if "dmc train " in opening(name)[1] else []
+        chosen = [entry for values in files for entry in values["defaults"] if "override /trainer" in entry]
+        if chosen and not chosen[0]["override /trainer"].startswith("cpu"):
+            planner = next(values["planner"] for values in files if "planner" in values)
+            found[name] = {"device": planner["assumed_device"], "device_memory_gib": planner["assumed_memory_gib"]}
     return found
+
+
+def files_of(name):
+    """Read an experiment's file, and then those of the experiments that it begins with."""
+    values = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text())
+    before = [entry for entry in values.get("defaults", []) if isinstance(entry, str)]
+    return [values, *(file for other in before for file in files_of(other))]
 
 
 def changed(values, changes):

@@ -130,6 +130,13 @@ def write_corpus(folder):
     return folder
 
 
+def compile_to_no_code(rank):
+    """Let layers that are compiled be traced, divided into forward and backward, and run without machine code."""
+    import torch
+
+    torch.compiler.set_default_backend("aot_eager_decomp_partition")
+
+
 def draw_nothing(values, path, *_, **__):
     """Make the folder of a heat map: drawing them takes a third of a short run's time."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -143,7 +143,7 @@ def _window_weights(alpha: Tensor, omega: Tensor, window: int, values: Tensor) -
     products = omega.new_zeros(window, heads, span)
     products[-1] = 1
     for j in range(1, window):
-        torch.mul(products[-j, :, j:], alpha[:, 1 : span - j + 1], out=products[-j - 1, :, j:])
+        products[-j - 1, :, j:] = products[-j, :, j:] * alpha[:, 1 : span - j + 1]
     omegas = functional.pad(omega, (window - 1, 0))
     omegas = omegas.as_strided((window, heads, span), (1, span + window - 1, 1))
     weights = products * omegas
@@ -201,7 +201,7 @@ class _ScannedAverage(torch.autograd.Function):
         grad_sum, grad_total = grad[..., :-1], grad[..., -1]
         grad_alpha = torch.zeros_like(decay)
         before = (grad_sum[:, 1:] * out[:, :-1]).sum(-1) + grad_total[:, 1:]
-        torch.mul(before, total[:, :-1, 0], out=grad_alpha[:, 1:])
+        grad_alpha[:, 1:] = before * total[:, :-1, 0]
         grad_omega = (grad_sum * values).sum(-1) + grad_total
         return (grad_sum * weight).to(key_value.dtype), grad_alpha.to(alpha.dtype), grad_omega.to(omega.dtype)
 

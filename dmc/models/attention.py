@@ -5,7 +5,6 @@ What distinguishes families is read off the stock layer: its projections, its no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,8 +29,6 @@ from dmc.ranks import ALONE, Ranks, local_part
 
 THRESHOLDED = GateMode()
 HALVES = Rotation(neighbors=False, repeats=False)
-RELAXED = GateMode(noise_seeds=[])
-"""Relaxed by noise that is given."""
 
 
 class AttentionStates(NamedTuple):
@@ -97,8 +94,6 @@ class CompressedAttentionMixin(nn.Module):
         self.gates_output = queries == 2 * config.num_attention_heads * self.head_dim
         self.rotates = bool(getattr(self, "use_rope", True)) and rotates_full_layers(config)
 
-    compiled_states: Callable[..., AttentionStates] | None = None
-    """`states` as compiled code; None: it runs as it is written."""
     normalizes: bool
     """Whether queries and keys are normalized; the borrowed neuron is read after that."""
     normalizes_together: bool
@@ -240,7 +235,8 @@ class CompressedAttentionMixin(nn.Module):
             starts = (
                 sequence_starts(hidden_states, padding_mask, context_ranks) if documents is None else documents.starts
             )
-            states = self._states_of(*given, starts, mode, context_ranks)
+            noise = None if mode is None or mode.noise is None else mode.noise.of_layer(self.layer_idx)
+            states = self.states(*given, starts, mode, noise, self.layer_idx, context_ranks)
             if gate_trace is not None:
                 gate_trace.record(self.layer_idx, states)
             hidden = None if padding_mask is None else ~padding_mask
@@ -288,22 +284,6 @@ class CompressedAttentionMixin(nn.Module):
         if self.gate_adapter is not None and (multiplier is None or torch.is_grad_enabled()):
             adapted = context_ranks.all_to_all(self.gate_adapter.logits(hidden_states), 2, 3)
         return query, key, value, adapted, output_gate
-
-    def _states_of(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        positions: Tensor | None,
-        starts: Tensor,
-        mode: GateMode | None,
-        context_ranks: Ranks,
-    ) -> AttentionStates:
-        """Compute `states`, by compiled code if there is some, which knows neither the layer nor the seeds."""
-        given = (hidden_states, position_embeddings, positions, starts)
-        noise = None if mode is None or mode.noise is None else mode.noise.of_layer(self.layer_idx)
-        if self.compiled_states is None or context_ranks.size > 1 or not (mode == THRESHOLDED or noise is not None):
-            return self.states(*given, mode, noise, self.layer_idx, context_ranks)
-        return self.compiled_states(*given, THRESHOLDED if noise is None else RELAXED, noise)
 
     def states(
         self,

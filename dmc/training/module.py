@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dmc.compression import GateMode, GateTrace, compression_loss, hard_decisions, head_agreement_loss, held_fraction
 from dmc.models import CompressedCausalLM, next_tokens, with_token_losses
-from dmc.models.attention import CompressedAttentionMixin
 from dmc.models.modeling import for_unpadded
 from dmc.models.token_losses import LossWeights, sequence_weights, token_weights
 from dmc.ranks import ALONE, Ranks
 from dmc.training.checkpoints import GENERATION_CONFIG, MODEL_CONFIG
+from dmc.training.compiled_layers import compile_layers
 from dmc.training.config import RunConfig
 from dmc.training.recompute import recompute
 from dmc.training.run_base import base_of
@@ -51,16 +51,6 @@ def train_gates_only(model: CompressedCausalLM) -> None:
         adapter.requires_grad_(True)
     for parameter, _ in model.neuron_rows():
         parameter.requires_grad_(True)
-
-
-def compile_regions(model: Any) -> None:
-    """Compile norms, MLP, and what comes before attention in each layer; their code all layers share."""
-    for layer in model.model.layers:
-        for region in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-            region.compile()
-        attention = getattr(layer, "self_attn", None)
-        if isinstance(attention, CompressedAttentionMixin):
-            attention.compiled_states = torch.compile(attention.states)
 
 
 class RetrofitModule(LightningModule):
@@ -103,10 +93,10 @@ class RetrofitModule(LightningModule):
         if not self._is_parallel:
             self._is_parallel = True
             teacher = self.teacher if self.teacher is not None and self.teacher.owns_weights else None
-            if self.config.trainer.compile:
-                compile_regions(self.model)
-                for layer in () if teacher is None else teacher.model.model.layers:
-                    layer.compile()  # nothing is recorded or drawn in it, and nothing recomputed
+            if self.config.trainer.compiles_layers:
+                compile_layers(self.model, self.config.training.activation_checkpointing)
+                if teacher is not None:
+                    compile_layers(teacher.model, False)
             self.strategy.parallelize(self.model, str(self.config.model))
             if teacher is not None:
                 self.strategy.parallelize_teacher(teacher.model, teacher.path)

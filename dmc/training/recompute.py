@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,12 +26,17 @@ def kept_operations() -> list[Any]:
     return [fused_attention._opoverload, *(operation.default for operation in (*attention, *products))]
 
 
+def kept_contexts() -> Any:
+    """Return the contexts of "selective", of the first pass and of the second: see `torch.utils.checkpoint`."""
+    return create_selective_checkpoint_contexts(kept_operations())
+
+
 def recompute(model: Any, how: Recompute) -> None:
     """Let the layers of a stock or compressed causal LM compute again in backward what `how` says."""
     if not how:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept_operations())
+        options["context_fn"] = kept_contexts
     name = "activation_checkpointing_enable"  # older versions of transformers have another name
     getattr(model, name, model.gradient_checkpointing_enable)(options)

@@ -539,6 +539,28 @@ def test_kernels_need_no_bias(interpreter):
     compare(tensors, out, expected)
 
 
+def test_kernels_gather_the_keys_that_count_in_their_order(interpreter, monkeypatch):
+    monkeypatch.setattr(fused, "NUMBERED", 16)
+    monkeypatch.setattr(fused, "GATHERED", 16)
+    tensors = draw(LENGTH, dtype=torch.float32)
+    key, value, log_keep = (tensor.detach() for tensor in (*tensors[3:5], thresholded(tensors[5])))
+    log_keep[0, 1] = -math.inf
+    hidden = torch.zeros(2, LENGTH, dtype=torch.bool)
+    hidden[1, :9] = True
+    keep = (log_keep > -1.5) & ~hidden[:, None]
+    found = fused._kept(key, value, log_keep, hidden, -1.5)
+    for row in range(2):
+        for head in range(log_keep.shape[1]):
+            kept_key, kept_value, bias, places, counts = (tensor[row, head] for tensor in found)
+            expected = keep[row, head].nonzero()[:, 0]
+            count = len(expected)
+            assert places.tolist() == [*expected.tolist(), *[LENGTH] * (LENGTH - count)]
+            assert counts.tolist() == [int(keep[row, head, :place].sum()) for place in range(LENGTH + 1)]
+            for got, states in ((kept_key, key), (kept_value, value), (bias, log_keep)):
+                torch.testing.assert_close(got[:count], states[row, head, expected], rtol=0, atol=0)
+                assert not got[count:].any()
+
+
 def thresholded(log_keep, share=0.7, low=-math.inf):
     """Return biases as thresholded decisions have them: `low` for a share of the keys, else what was drawn."""
     generator = torch.Generator().manual_seed(7)

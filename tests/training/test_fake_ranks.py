@@ -67,8 +67,7 @@ def collectives_of(config, rank):
     ],
 )
 def test_every_rank_of_an_experiment_enters_the_same_collectives(name, options):
-    devices, _ = on_gpus()[name]
-    config = composed(f"experiment={name}", *devices, *options)
+    config = composed(f"experiment={name}", *options)
     num_local = config.trainer.devices
     num_ranks = num_local * config.trainer.num_nodes
     _, shard, tensor = config.trainer.mesh(num_local)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from launching import (
     Processes,
     Ranks,
+    compile_to_no_code,
     expect_exact_angles,
     logged_losses,
     note_positions,
@@ -251,6 +252,15 @@ def test_the_last_layer_stays_gathered_for_its_backward_and_no_longer(values, is
         assert all(isinstance(parameter, DTensor) for parameter in model.model.layers[-1].parameters())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_compiled_layers_learn_on_two_ranks_what_they_do_as_written(values, alone, strategy, tmp_path):
+    options = {"micro_batch_size": 3, "activation_checkpointing": "selective"}
+    options |= {"validate_every_steps": 100, "calibrate": False}  # whose graphs take longer than these steps
+    trainer = {"strategy": strategy, "compile": True}
+    assert_same_losses(alone, on_ranks(values, 2, tmp_path / "run", trainer, compile_to_no_code, **options))
 
 
 @pytest.mark.slow

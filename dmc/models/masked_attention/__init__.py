@@ -207,10 +207,15 @@ def _runs_fused(query: Tensor, dtype: torch.dtype) -> bool:
 
 def runs_triton(states: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether Triton's kernels compute on the device of `states`, in `dtype`: a GPU's, see `as_on`."""
+    return dtype != torch.float64 and _has_triton(states.device)
+
+
+@torch.compiler.assume_constant_result  # a context variable would break the graph of a layer
+def _has_triton(device: torch.device) -> bool:
     device_type = _DEVICE_TYPE.get()
-    if (device_type or states.device.type) != "cuda" or dtype == torch.float64:
+    if (device_type or device.type) != "cuda":
         return False
-    return device_type is not None or torch.cuda.get_device_capability(states.device) >= (8, 0)
+    return device_type is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _product_dtype(query: Tensor) -> torch.dtype:

@@ -17,6 +17,8 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from dmc.kernels.base import HOPPER, major_capability
 
 LARGEST_HEAD = 256
+NUMBERED, GATHERED = 1024, 64
+"""Keys that a program numbers at once, and that one gathers."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -246,7 +248,7 @@ def _range(
 def _kept(
     key: Tensor, value: Tensor, log_keep: Tensor | None, hidden: Tensor | None, skip_below: float | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gather the keys that count, in their order, without a read of their number.
+    """Gather the keys that count, in their order, without a read of their number, by two kernels.
 
     Returns:
         Keys and values [B, H, T, D] and biases [B, H, T], those kept first; where each was, int32 [B, H, T], T behind
@@ -254,18 +256,21 @@ def _kept(
     """
     if log_keep is None or skip_below is None:
         return None, None, _contiguous(log_keep), None, None
-    keep, time = log_keep > skip_below, key.shape[2]
-    if hidden is not None:
-        keep = keep & ~hidden[:, None]
-    counts = torch.nn.functional.pad(keep.cumsum(-1), (1, 0))
-    slots = torch.where(keep, counts[..., :-1], time)
-    places = torch.full_like(counts, time)
-    places.scatter_(-1, slots, torch.arange(time, device=key.device).expand_as(slots))
-    places = places[..., :-1]  # without the one that all others were written to
-    index = places.clamp(max=time - 1)
-    of_states = index[..., None].expand(*index.shape, key.shape[-1])
-    kept = (key.gather(2, of_states), value.gather(2, of_states), log_keep.gather(2, index).contiguous())
-    return *kept, places.int().contiguous(), counts.int()
+    from dmc.models.masked_attention.kept_keys import gather_kernel, number_kernel
+
+    log_keep, (batch, heads, time, channels) = log_keep.contiguous(), key.shape
+    bias, places = torch.empty_like(log_keep), log_keep.new_empty(log_keep.shape, dtype=torch.int32)
+    counts = log_keep.new_empty(batch, heads, time + 1, dtype=torch.int32)
+    kept_key, kept_value = (states.new_empty(key.shape) for states in (key, value))
+    with torch.cuda.device_of(key):
+        number_kernel[(batch * heads,)](
+            log_keep, _contiguous(hidden), bias, places, counts, time, skip_below, KV_HEADS=heads, KEYS=NUMBERED
+        )
+        gather_kernel[_grid(key, GATHERED)](
+            key, value, places, kept_key, kept_value, *_strides(key, value, kept_key), time,
+            KV_HEADS=heads, HEAD_DIM=channels, CHANNELS=_channels(channels), KEYS=GATHERED,
+        )  # fmt: skip
+    return kept_key, kept_value, bias, places, counts
 
 
 def _or(kept_key: Tensor | None, kept_value: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,8 +311,13 @@ def tile(kernel: str, channels: int, itemsize: int, major: int) -> tuple[int, in
     return {"forward": (64, 32, 8, 1), "query_gradient": (32, 32, 4, 1), "key_gradient": (32, 32, 8, 1)}[kernel]
 
 
+def _channels(head_dim: int) -> int:
+    """Return the channels of a tile: a power of two."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def _sizes(kernel: str, query: Tensor, key: Tensor) -> dict[str, Any]:
-    channels = max(16, 1 << (query.shape[-1] - 1).bit_length())
+    channels = _channels(query.shape[-1])
     rows, keys, warps, stages = tile(kernel, channels, query.element_size(), major_capability(query.device))
     is_exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {

@@ -78,7 +78,7 @@ class TrainerConfig:
     peak_teraflops: Annotated[StrictFloat, Field(gt=0, le=1e6)] | None = None
     """Peak of one device, for MFU; None: looked up for the GPUs of `dmc.training.flops`."""
     compile: StrictBool = False
-    """Whether to compile each layer's norms and MLP with torch.compile."""
+    """Whether to compile each layer with torch.compile; layers that several devices share run as they are written."""
     lightning: dict[str, Any] = field(default_factory=dict)
     """Further arguments of Lightning's Trainer."""
 
@@ -91,7 +91,10 @@ class TrainerConfig:
             )
         self._check_lightning()
         if self.compile and self.uses_deepspeed:
-            raise ValueError(f"trainer.compile=true with {self.strategy}, whose hooks cannot be compiled: use fsdp2")
+            raise ValueError(
+                f"trainer.compile=true with {self.strategy}, whose hooks cannot be compiled: use fsdp2, or "
+                "trainer.compile=false"
+            )
         for option, strategies in NEEDS.items():
             if (value := getattr(self, option)) != getattr(TrainerConfig, option) and self.strategy not in strategies:
                 raise ValueError(
@@ -118,6 +121,11 @@ class TrainerConfig:
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed owns the optimizer."""
         return self.strategy in DEEPSPEED
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether layers run compiled: collectives within them are not."""
+        return self.compile and self.devices_per_sequence == 1
 
     @property
     def devices_per_sequence(self) -> int:

@@ -20,7 +20,7 @@ PRODUCTS, MEMORY = 400e12, 2.7e12
 """Assumed operations of matrix products and bytes per second that a GPU does in bfloat16."""
 RECOMPUTED: dict[Recompute, float] = {False: 0.0, "selective": 0.2, True: 1.0}
 """Share of a forward pass that is computed again; of a layer without its products and attention it is assumed."""
-LAUNCHES, LAUNCH = {False: 381, True: 133}, 8e-6
+LAUNCHES, LAUNCH = {False: 381, True: 106}, 8e-6
 """Kernels that a pass launches for each layer, compiled or not (`benchmarks/training_bytes.py`), and the host's assumed
 seconds for one: passes of few tokens wait for it."""
 MARGIN = 0.05
@@ -218,7 +218,10 @@ def cost(config: RunConfig, num_local: int, num_layers: int, memory: Memory) -> 
     seconds = (1 - 1 / shard) * sent / (IN_NODE if shard * tensor <= num_local else BETWEEN_NODES)
     seconds += 2 * (1 - 1 / copies) * gradients / shard / (IN_NODE if trainer.num_nodes == 1 else BETWEEN_NODES)
     tokens = config.training.tokens_per_step / _num_ranks(config, num_local) / passes
-    units = 3 + RECOMPUTED[config.training.activation_checkpointing]
+    again = RECOMPUTED[config.training.activation_checkpointing]
+    if trainer.compiles_layers:  # its compiler computes what is cheap again of itself
+        again = max(again, RECOMPUTED["selective"])
+    units = 3 + again
     works = units * 2 * memory.num_weights * tokens / tensor / PRODUCTS
     works += BYTES_OF_A_PASS * memory.num_trained / shard / tensor / MEMORY
-    return seconds + passes * max(works, num_layers * LAUNCHES[trainer.compile] * LAUNCH), passes
+    return seconds + passes * max(works, num_layers * LAUNCHES[trainer.compiles_layers] * LAUNCH), passes

@@ -21,8 +21,7 @@ PLANNED = ("gpt_oss_20b_cr4", "llama2_70b_cr2", "qwen3_0p6b_cr4")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_an_experiment_of_each_strategy_has_the_settings_that_its_plan_proposes(name):
-    devices, assumed = on_gpus()[name]
-    config = composed(f"experiment={name}", *devices)
+    assumed, config = on_gpus()[name], composed(f"experiment={name}")
     found = plan_training(config, PlannerConfig(**assumed))
     assert found.memory.total <= (1 - HEADROOM) * assumed["device_memory_gib"] * GIB
     assert found.assumed_step_seconds > 0

@@ -20,7 +20,7 @@ TEXT = {"_target_": "dmc.data.TextSource", "name": "corpus.txt"}
 
 def shipped(name):
     """Compose an experiment; a base that another experiment trains has the shape of the tiny model it is."""
-    config = composed(f"experiment={name}", *(["trainer.devices=8"] if name.startswith("llama2_7b") else []))
+    config = composed(f"experiment={name}")
     if config.model is None or config.model == config.base.path:
         return config
     if config.base.path is not None and "vocab_size" in config.base.shape:  # a base brought to a folder of ours
