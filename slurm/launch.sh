@@ -87,7 +87,7 @@ name_traces() {
     local traces
     for traces in "$1"/logs/flight_recorder/*/; do
         [ -z "$(find "$traces" -name 'rank_*' -newer "$1/starts.jsonl" 2>/dev/null)" ] ||
-            echo "to compare the last collectives of the ranks: torchfrtrace ${traces%/}"
+            echo "to compare the last collectives of the ranks: torchfrtrace --allow-incomplete-ranks ${traces%/}"
     done
 }
 

@@ -143,7 +143,7 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class GateMode:
-    """How the gates decide in one forward pass; all None: by the threshold, as at inference."""
+    """How the gates decide in one forward pass; as constructed: by the threshold, as at inference."""
 
     noise_seeds: list[int] | None = None
     """Seeds of the relaxation noise, one for each sequence of the batch, so that noise belongs to the sample."""

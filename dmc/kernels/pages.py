@@ -1,4 +1,4 @@
-"""Access to slots in pages: the only code that reads block tables."""
+"""Access to slots in pages, by block tables."""
 
 from __future__ import annotations
 

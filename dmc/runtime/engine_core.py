@@ -1,4 +1,4 @@
-"""The life of a request, in the order of this file: add, schedule, forward, sample, then fork, finish or fail."""
+"""The life of a request: add, schedule, forward, sample, then fork, finish or fail."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]  # its stub lacks it
 from torch.distributed import distributed_c10d
@@ -26,7 +27,7 @@ def flight_recorder(folder: Path) -> Iterator[None]:
 
     NCCL's watchdog writes those of all ranks and ends the processes. Gloo writes nothing: here a rank writes its own
     when an error of torch ends it. `torchfrtrace FOLDER` compares the ranks. All ranks enter this before their process
-    group starts. Variables that the environment has already stay as they are.
+    group starts: traces of an earlier start go. Variables that the environment has already stay as they are.
 
     Args:
         folder: output folder of the run.
@@ -35,11 +36,13 @@ def flight_recorder(folder: Path) -> Iterator[None]:
     settings = {"TORCH_FR_DUMP_TEMP_FILE": str(places["nccl"].absolute() / "rank_"), **SETTINGS}
     added = {name: value for name, value in settings.items() if name not in os.environ}
     places["nccl"].mkdir(parents=True, exist_ok=True)  # the watchdog makes no folder
+    for trace in (folder / FOLDER_NAME).glob("*/rank_*"):
+        trace.unlink(missing_ok=True)  # other ranks do so too
     os.environ.update(added)
     try:
         yield
-    except RuntimeError:
-        if dist.is_initialized():
+    except RuntimeError as error:
+        if dist.is_initialized() and not isinstance(error, torch.OutOfMemoryError):
             with suppress(OSError):  # a full disk must not hide the error
                 trace = write_gloo_trace(places["gloo"])
                 text = "%s has this rank's last collectives; to compare the ranks: torchfrtrace %s"
