@@ -3,7 +3,8 @@
 To add a method, write a frozen dataclass in a file of its own; `tova.py` is a short one to copy.
 
 - One that evicts extends `EvictionPolicy` (eviction_method.py): class variables say which inputs it needs, and
-  `scores` ranks the `Entries` below. Override `layer_budgets`, `keep` or `merge` if layers, heads or evicted entries are special.
+  `scores` ranks the `Entries` below. Override `layer_budgets`, `keep` or `merge` if layers, heads or evicted entries
+  are special.
 - One that keeps everything and reads less extends `ReadingPolicy` (reading.py) and returns an attention of its own from
   `attention`; `quest.py` is the shortest.
 - State that must follow an entry, block or sequence is declared in `fields`.
