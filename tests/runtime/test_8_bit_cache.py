@@ -102,7 +102,7 @@ def test_a_memory_holds_as_many_more_tokens(make_stock):
     ids=lambda policy: type(policy).__name__,
 )
 def test_policies_that_rewrite_entries_or_read_them_by_themselves_are_refused(policy, make_stock):
-    with pytest.raises(ValueError, match=r"kv_cache_dtype='int8': \w+ rewrites .* use kv_cache_dtype='auto'"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='int8': \w+ needs .* use kv_cache_dtype='auto'"):
         Engine8(make_stock(num_layers=4), policy=policy)
 
 
