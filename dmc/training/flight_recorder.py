@@ -27,7 +27,8 @@ def flight_recorder(folder: Path) -> Iterator[None]:
 
     NCCL's watchdog writes those of all ranks and ends the processes. Gloo writes nothing: here a rank writes its own
     when an error of torch ends it. `torchfrtrace FOLDER` compares the ranks. All ranks enter this before their process
-    group starts: traces of an earlier start go. Variables that the environment has already stay as they are.
+    group starts. Traces of an earlier start stay until the next hang. Variables that the environment has already stay
+    as they are.
 
     Args:
         folder: output folder of the run.
@@ -36,8 +37,6 @@ def flight_recorder(folder: Path) -> Iterator[None]:
     settings = {"TORCH_FR_DUMP_TEMP_FILE": str(places["nccl"].absolute() / "rank_"), **SETTINGS}
     added = {name: value for name, value in settings.items() if name not in os.environ}
     places["nccl"].mkdir(parents=True, exist_ok=True)  # the watchdog makes no folder
-    for trace in (folder / FOLDER_NAME).glob("*/rank_*"):
-        trace.unlink(missing_ok=True)  # other ranks do so too
     os.environ.update(added)
     try:
         yield
