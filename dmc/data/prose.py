@@ -34,6 +34,7 @@ DESCRIBED = ("torch", "sympy", "networkx", "numpy")
 _LICENCES = re.compile(r"(?i)(licen[cs]e|copying|notice)")
 _BOUNDS: tuple[tuple[int, Split], ...] = ((80, "train"), (87, "validation"), (94, "calibration"), (100, "test"))
 _MIN_CHARACTERS, _MAX_CHARACTERS = 200, 40_000  # a longer document would fill the sequences of its split
+_OURS = "dmc_retrofit-"
 _DOCSTRING = 240  # characters of a docstring that are worth reading
 _PASSAGE = 1_400  # characters of a passage that is said twice: two of them and their frame are some 1,000 tokens
 _SPACE = re.compile(r"\s+")
@@ -98,7 +99,7 @@ class ProseSource(DocumentSource):
 
     def files(self) -> list[Path]:
         """Return all files that hold prose, sorted."""
-        return sorted({*_texts_of_packages(), *self._manuals(), *self._code()})
+        return sorted({*_texts_of_packages(), *self._manuals(), *(path for _, path in self._code())})
 
     def check(self) -> None:
         """Raise FileNotFoundError if there are none."""
@@ -110,7 +111,7 @@ class ProseSource(DocumentSource):
     def description(self) -> dict[str, Any]:
         """Return the settings, and the files' names, sizes and times."""
         settings = {name: getattr(self, name) for name in ("split", "form", "folders", "packages", "seed")}
-        rules = [_BOUNDS, _MIN_CHARACTERS, _MAX_CHARACTERS, _DOCSTRING, _PASSAGE, REPEAT, READ, ASK]
+        rules = [_BOUNDS, _MIN_CHARACTERS, _MAX_CHARACTERS, _DOCSTRING, _PASSAGE, _OURS, REPEAT, READ, ASK]
         return {"prose": settings, "rules": rules, "stamps": file_stamps(self.files())}
 
     def digest(self) -> str:
@@ -136,52 +137,56 @@ class ProseSource(DocumentSource):
     def plain(self) -> Iterator[tuple[str, str]]:
         """Yield what each document of the split is about, empty if that is not known, and its text; each text once."""
         seen = set[bytes]()
-        for name, text in _documents(tuple(self._manuals()), self._code()):
+        for split, name, text in _documents(tuple(self._manuals()), self._code()):
             text = text.strip()[:_MAX_CHARACTERS]
-            if len(text) >= _MIN_CHARACTERS and split_of_text(text) == self.split and fingerprint(text) not in seen:
-                seen.add(fingerprint(text))
-                yield name, text
+            if len(text) >= _MIN_CHARACTERS and (found := fingerprint(text)) not in seen:
+                seen.add(found)
+                if (split or split_of_text(text)) == self.split:
+                    yield name, text
 
     def _manuals(self) -> list[Path]:
         found = {path for pattern in self.folders for path in glob.glob(pattern, recursive=True)}
         return sorted(path for path in map(Path, found) if path.is_file())
 
-    def _code(self) -> tuple[Path, ...]:
+    def _code(self) -> tuple[tuple[Split, Path], ...]:
         return _code_of(tuple(self.packages))
 
 
 @lru_cache(maxsize=1)
-def _documents(manuals: tuple[Path, ...], code: tuple[Path, ...]) -> tuple[tuple[str, str], ...]:
-    """Read all documents, some tens of megabytes: of all splits and forms at once."""
-    found = list[tuple[str, str]]()
+def _documents(
+    manuals: tuple[Path, ...], code: tuple[tuple[Split, Path], ...]
+) -> tuple[tuple[Split | None, str, str], ...]:
+    """Read all documents, some tens of megabytes; None: their own text decides on the split."""
+    found = list[tuple[Split | None, str, str]]()
     for path in _texts_of_packages():
         text = read_text(path) or ""
-        found.append(("", text.partition("\n\n")[2] if path.name == "METADATA" else text))
+        found.append((None, "", text.partition("\n\n")[2] if path.name == "METADATA" else text))
     for path in manuals:
         text = read_text(path) or ""
-        found.append(("", _without_tags(text) if path.suffix in (".html", ".htm") else text))
-    for path in code:
-        found += _docstrings(path)
+        found.append((None, "", _without_tags(text) if path.suffix in (".html", ".htm") else text))
+    for split, path in code:
+        found += ((split, name, text) for name, text in _docstrings(path))
     return tuple(found)
 
 
 def _texts_of_packages() -> list[Path]:
-    """Return READMEs and licences of what is installed."""
+    """Return READMEs and licences of what is installed; ours changes too often to be text that figures stand on."""
     root = Path(sysconfig.get_paths()["purelib"])
     licences = (path for path in root.glob("*.dist-info/**/*") if _LICENCES.search(path.name) and path.suffix != ".py")
-    return sorted(path for path in [*root.glob("*.dist-info/METADATA"), *licences] if path.is_file())
+    texts = sorted(path for path in [*root.glob("*.dist-info/METADATA"), *licences] if path.is_file())
+    return [path for path in texts if not path.relative_to(root).parts[0].startswith(_OURS)]
 
 
 @lru_cache
-def _code_of(packages: tuple[str, ...]) -> tuple[Path, ...]:
-    """List the standard library's files, and those of packages that are installed; docstrings have their own splits."""
-    found = set[Path]()
+def _code_of(packages: tuple[str, ...]) -> tuple[tuple[Split, Path], ...]:
+    """List files of the standard library and of installed packages with their splits, which their docstrings share."""
+    found = set[tuple[Split, Path]]()
     for split in get_args(Split):
-        found.update(path for _, path in StandardLibrarySource(split=split).files())
+        found.update((split, path) for _, path in StandardLibrarySource(split=split).files())
         for package in packages:
             with suppress(FileNotFoundError):
-                found.update(path for _, path in PackageSource([package], split=split).files())
-    return tuple(sorted(found))
+                found.update((split, path) for _, path in PackageSource([package], split=split).files())
+    return tuple(sorted(found, key=lambda file: file[1]))
 
 
 def _without_tags(page: str) -> str:

@@ -20,12 +20,15 @@ def installed(tmp_path, monkeypatch):
     (root / "spam.py").write_text(
         f'def fry(\n    egg=1,\n):\n    """Fry an egg.\n\n    {"It takes a while. " * 20}\n    """\n'
     )
+    ours = root / "dmc_retrofit-0.1.dist-info"
+    ours.mkdir()
+    (ours / "METADATA").write_text(f"Name: dmc-retrofit\n\n{'Our own page changes. ' * 30}\n")
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: spam\nVersion: 1.0\n\n{'Spam is a package. ' * 30}\n")
     (info / "LICENSE").write_text(f"Copyright 2020 A\n\n{'You may use it. ' * 30}\n")
     (info / "RECORD").write_text("spam-1.0.dist-info/METADATA,,\nspam-1.0.dist-info/LICENSE,,\nspam.py,,\n")
     paths = {**sysconfig.get_paths(), "purelib": str(root)}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-    monkeypatch.setattr(ProseSource, "_code", lambda self: (root / "spam.py",))
+    monkeypatch.setattr(ProseSource, "_code", lambda self: (("test", root / "spam.py"),))
     folder = tmp_path / "manuals"
     folder.mkdir()
     (folder / "copy.txt").write_text(f"copyright 2021 B\n\n{'You may  use it. ' * 30}\n")
@@ -45,7 +48,11 @@ def read(folder, **options):
 def test_each_document_is_in_one_split_and_there_once(installed):
     found = {split: read(installed, split=split) for split in SPLITS}
     texts = [text for split in SPLITS for text in found[split]]
-    assert all(found.values()) and all(split_of_text(text) == split for split in SPLITS for text in found[split])
+    docstring = next(text for text in texts if text.startswith("Fry an egg.\n\nIt takes"))
+    assert docstring in found["test"] and split_of_text(docstring) != "test"  # the split of its file
+    assert all(found.values()) and all(
+        split_of_text(text) == split for split in SPLITS for text in found[split] if text != docstring
+    )
     assert len({fingerprint(text) for text in texts}) == len(texts) == 60 + 4  # one of both licences
     assert sum(text.startswith("Fry an egg.\n\nIt takes") for text in texts) == 1
     assert sum(text.startswith("Spam is a package") for text in texts) == 1
