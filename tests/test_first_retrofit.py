@@ -203,6 +203,8 @@ def test_the_commands_for_two_cores_have_settings_that_exist():
             seen.append(command)
             settings_of(command, *words)
     assert {*seen} == {"train", "collect", "compare", "demo", "generate", "serve"}
+    folder = settings_of("train", "experiment=smollm2/cr4").output_dir  # that the next commands read
+    assert f"dmc collect folder={folder}\n" in ON_CPU and f"models.cr4.path={folder}/final\n" in ON_CPU
     config = composed("experiment=smollm2/cr4")
     lengths = dict(Plan(config.training, config.target_ratio, config.compression).lengths())
     fit = config.training.regression_init.sequences

@@ -41,7 +41,7 @@ def test_every_preset_of_compare_composes_and_opens_with_its_command(name):
     assert plan_methods(named_settings(config.policies, CONFIGS / "policy", "policies"), config.budgets)
     words = shlex.split(opening(name)[1])
     assert words == ["#", "dmc", "compare", f"experiment={name}", *overrides]
-    assert len(config.models) == (1 if "/table" in name or "/hour" in name else 2)
+    assert len(config.models) == (1 if "/table" in name else 2)
 
 
 STUDIES = [name for name in names("experiment") if "dmc study " in opening(name)[1]]
