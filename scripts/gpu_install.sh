@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Installs, without an index, the wheels of all parcels beside this one, and joins the model's halves to a file there:
 #   bash parcel-1/install.sh      (again after each parcel that comes later; PYTHON=... chooses the interpreter)
+# PIP_TARGET=FOLDER/site-packages puts the wheels elsewhere, for PYTHONPATH. The folder's name counts: `datasets` pickles
+# packages that lie in another one, and fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=(parcel-*/*.whl) halves=(parcel-*/*.half-?)
 if [ -e "${wheels[0]}" ]; then
-    "${PYTHON:-python}" -m pip install -q --disable-pip-version-check --no-index --no-deps "${wheels[@]}"
-    echo "installed ${#wheels[@]} wheels"
+    "${PYTHON:-$(command -v python || echo python3)}" -m pip install -q --disable-pip-version-check --no-index --no-deps "${wheels[@]}"
+    echo "installed ${#wheels[@]} wheels; in the checkout: python scripts/gpu_check.py"
 fi
 [ -e "${halves[0]}" ] || exit 0
 model=$(basename "${halves[0]%.half-?}")
@@ -17,4 +19,4 @@ fi
 cat $(printf '%s\n' "${halves[@]}" | awk -F/ '{ print $NF, $0 }' | sort | cut -d' ' -f2-) >"$model.part"
 mv "$model.part" "$model"
 sha256sum --check --quiet "$(dirname "${halves[0]}")/model.sha256" || { rm -f "$model" && exit 1; }
-echo "$PWD/$model: give it to dmc gpu-check as --model"
+echo "joined the model; in the checkout: python scripts/gpu_check.py --model $PWD/$model"
