@@ -8,7 +8,7 @@ Every part is a process of its own with a time limit, so that one that fails or 
 written at once, as a line of JSON in `<part>.jsonl`, whose first line says hardware, versions and command; a figure
 that fails is a line too. After each part `gpu_check.md` and `gpu_check.json` have the figures of all `.jsonl` files in
 the folder, those of earlier commands included. On a machine without a package index `scripts/gpu_bundle.sh` brings the
-packages. To try the program itself on a CPU:
+packages, and `python scripts/gpu_check.py` is the command. To try the program itself on a CPU:
 
 dmc gpu-check --device cpu --tiny
 TRITON_INTERPRET=1 dmc gpu-check --device cpu --tiny --part parity
@@ -17,10 +17,12 @@ TRITON_INTERPRET=1 dmc gpu-check --device cpu --tiny --part parity
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,15 +34,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts.place import Place, Row, row
+from gpu_parts.place import ROOT, Place, Row, failure, row
 
 from dmc.results.provenance import provenance
 
 OUTPUT = "outputs/gpu_check"
-SOME_FAILED = 3
-"""Exit code of a part that ran to its end, with figures that failed."""
+SOME_FAILED, LOST = 3, 4
+"""Exit codes of a part that ran to its end, with figures that failed, and of one whose GPU failed on the way."""
 LEAST_SECONDS = 30
 """With less time left no further part begins."""
+BEGINS = "begins: "
+"""What the log of a part has before the name of each figure."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,30 @@ class Part:
     """What it needs beside the checkout, torch and transformers."""
     figures: str
     """Module in `gpu_parts`, and its function."""
+    packages: tuple[str, ...] = ()
+    """Modules without which it has no figure."""
 
 
 TRAINS = "packages of `train`"
+TRAIN = "hydra", "lightning", "datasets"
 PARTS = {
     "attention": Part("training attention, forward and backward, four shapes", 180, "nothing", "attention.figures"),
     "loss": Part("losses over the vocabulary: time, GB/s, memory, error", 90, "nothing", "loss.figures"),
-    "step": Part("12 steps each of four ways to train; kernels, MFU; Qwen3-0.6B", 480, TRAINS, "step.figures"),
+    "step": Part("12 steps each of four ways to train; kernels, MFU; Qwen3-0.6B", 480, TRAINS, "step.figures", TRAIN),
     "train": Part(
         "gates of SmolLM2-135M to CR 8, evaluated, handed out", 540,
-        f"{TRAINS}, `gguf`; SmolLM2 (94 MiB in two halves; else random weights)", "train.figures",
+        f"{TRAINS}, `gguf`; SmolLM2 (94 MiB in two halves; else random weights)", "train.figures", TRAIN,
     ),
     "decode": Part("tokens/s at CR 1, 4, 8; decode kernels, prompts, sampling", 240, TRAINS, "decode.figures"),
     "policies": Part("what methods add to a decode step and a prompt", 180, "pandas", "policies.figures"),
     "parity": Part("every way of serving gives the reference", 480, "nothing", "checks.parity_figures"),
-    "trainers": Part("a short retrofit with each trainer", 480, f"{TRAINS}; DeepSpeed for its own", "checks.trainer_figures"),  # noqa: E501
-    "tests": Part("pytest -m gpu", 420, f"{TRAINS}, `dev`", "checks.test_figures"),
-    "vllm": Part("vLLM: tokens of the engine, requests held, tokens/s", 540, "`vllm`", "checks.vllm_figures"),
+    "trainers": Part(
+        "a short retrofit with each trainer", 480, f"{TRAINS}; DeepSpeed for its own", "checks.trainer_figures", TRAIN,
+    ),
+    "tests": Part("pytest -m gpu", 420, f"{TRAINS}, `dev`", "checks.test_figures", ("pytest", "hypothesis", "aiohttp")),
+    "vllm": Part(
+        "vLLM: tokens of the engine, requests held, tokens/s", 540, "`vllm`, in its environment", "checks.vllm_figures",
+    ),
 }  # fmt: skip
 """By name, in their order."""
 
@@ -112,16 +123,37 @@ def measure(name: str, place: Place, file: Path) -> int:
     """Measure one part in this process; return `SOME_FAILED` if a figure failed, else 0."""
     start = {"part": name, "hardware": hardware(), "device": place.device, "is_tiny": place.is_tiny}
     write(file, start | {"provenance": provenance() | {"command": os.environ.get("GPU_CHECK_COMMAND")}})
+    if missing := [package for package in PARTS[name].packages if importlib.util.find_spec(package) is None]:
+        lacks = f"lacks {', '.join(missing)}: pip install -e '.[train,dev]', or the parcels of scripts/gpu_bundle.sh"
+        write(file, {"part": name, **row("this part's packages", None, "not run", lacks, holds=False)})
+        return SOME_FAILED
     module, function = PARTS[name].figures.split(".")
     failed = False
     try:
         for figure in getattr(importlib.import_module(f"gpu_parts.{module}"), function)(place):
+            print(f"{BEGINS}{figure.name}", flush=True)  # the log of a part that hangs ends with it
             failed |= _measure_one(name, figure, place, file)
+            if not _has_device(place):
+                lost = f"lost in: {figure.name}; what follows it is not measured"
+                write(file, {"part": name, **row("the GPU", None, "failed", lost, holds=False)})
+                return LOST
     except Exception as error:  # before a figure, as a package that is not there
         traceback.print_exc()
         _note(name, "this part's start", error, place, file)
         failed = True
     return SOME_FAILED if failed else 0
+
+
+def _has_device(place: Place) -> bool:
+    """Say whether the GPU still computes for this process; after a fault of a kernel nothing does."""
+    try:
+        if place.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def _measure_one(name: str, figure: Any, place: Place, file: Path) -> bool:
@@ -132,28 +164,28 @@ def _measure_one(name: str, figure: Any, place: Place, file: Path) -> bool:
         traceback.print_exc()
         _note(name, figure.name, error, place, file)
         return True
-    finally:
-        if place.device == "cuda":
-            torch.cuda.empty_cache()
     return False
 
 
 def _note(part: str, figure: str, error: Exception, place: Place, file: Path) -> None:
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    found = row(figure, None, "failed", said, holds=False)
-    write(file, {"part": part, **found, "at": round(time.monotonic() - place.started, 1)})
+    write(file, {"part": part, **failure(figure, error), "at": round(time.monotonic() - place.started, 1)})
 
 
 def run_part(name: str, command: list[str], folder: Path, seconds: float) -> None:
     """Run a part to its end or its time limit, once more with blocking launches if the process died on a GPU.
 
     What it printed stays in `<name>.log`, and `<name>.blocking.log`, whose traceback names the launch at fault. The
-    last line of `<name>.jsonl` says how it ended.
+    last line of `<name>.jsonl` says how it ended. Figures of an earlier run move to `<name>.earlier.jsonl`.
     """
     file = folder / f"{name}.jsonl"
-    file.unlink(missing_ok=True)
+    if file.exists():
+        file.replace(folder / f"{name}.earlier.jsonl")
     start = time.monotonic()
-    code, outcome = _run_once([*command, "--rows", str(file)], folder / f"{name}.log", seconds, {})
+    try:
+        code, outcome = _run_once([*command, "--rows", str(file)], folder / f"{name}.log", seconds, {})
+    except BaseException:  # Ctrl-C, or the end of the job
+        write(file, {"part": name, **row("this part", time.monotonic() - start, "s", "interrupted", holds=False)})
+        raise
     took = time.monotonic() - start
     if code > 0 and code != SOME_FAILED and torch.cuda.is_available() and seconds - took > LEAST_SECONDS:
         log = folder / f"{name}.blocking.log"
@@ -165,9 +197,11 @@ def run_part(name: str, command: list[str], folder: Path, seconds: float) -> Non
 
 def _run_once(command: list[str], log: Path, seconds: float, changes: dict[str, str]) -> tuple[int, str]:
     """Return the exit code (-1: the time was up), and how it ended."""
+    sources = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # where it is not installed
+    environment = os.environ | {"PYTHONPATH": sources} | changes
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | changes, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             code = abs(process.wait(seconds))
@@ -175,11 +209,13 @@ def _run_once(command: list[str], log: Path, seconds: float, changes: dict[str, 
         except subprocess.TimeoutExpired:
             code, outcome = -1, f"ended after {seconds:.0f} s"
         finally:
-            if process.poll() is None:  # its own processes too
+            with contextlib.suppress(ProcessLookupError):  # its own processes too, of a part that ended as well
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
     if code not in (0, SOME_FAILED):
-        outcome += ": " + " / ".join(log.read_text(errors="replace").strip().splitlines()[-2:])
+        said = log.read_text(errors="replace").strip().splitlines()
+        begun = [line for line in said if line.startswith(BEGINS)]
+        outcome += ": " + (f"in {begun[-1].removeprefix(BEGINS)}" if code == -1 and begun else " / ".join(said[-2:]))
     return code, outcome
 
 
@@ -220,13 +256,16 @@ def run_all(options: argparse.Namespace, folder: Path) -> list[Row]:
             print(f"{name}: no time is left for it", flush=True)
             continue
         seconds = min(PARTS[name].seconds, left)
-        print(f"{name}: {PARTS[name].what} (at most {seconds:.0f} s)", flush=True)
+        log = folder / f"{name}.log"
+        print(f"{name}: {PARTS[name].what} (at most {seconds:.0f} s; its figures come into {log})", flush=True)
         command = [sys.executable, str(Path(__file__).resolve()), "--device", options.device, "--part", name]
         command += ["--output", str(folder), "--seconds", f"{seconds:.0f}"]
         command += ["--tiny"] if options.tiny else []
         command += [] if options.model is None else ["--model", options.model]
-        run_part(name, command, folder, seconds)
-        rows = write_tables(folder)
+        try:
+            run_part(name, command, folder, seconds)
+        finally:
+            rows = write_tables(folder)
     return rows
 
 
@@ -252,6 +291,15 @@ def arguments_of(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _why_no_gpu() -> str:
+    """Say why torch sees no GPU."""
+    if torch.version.cuda is None:
+        return f"no GPU here, as this torch ({torch.__version__}) is built without CUDA"
+    if shutil.which("nvidia-smi"):
+        return f"no GPU here that torch for CUDA {torch.version.cuda} can use: see the driver's in nvidia-smi"
+    return "no GPU here"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run parts, or print what there is; return the exit code: 1 where something does not hold."""
     options = arguments_of(arguments)
@@ -261,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place(options.device, options.tiny, options.model, folder, options.seconds, time.monotonic())
         return measure(options.part[0], place, options.rows)
     if options.list or (options.device == "cuda" and not torch.cuda.is_available()):
-        print(("" if options.list else "no GPU here. On a machine with one this would run:\n") + table_of_parts())
+        print(("" if options.list else f"{_why_no_gpu()}. With one this would run:\n") + table_of_parts())
         return 0
     os.environ["GPU_CHECK_COMMAND"] = provenance()["command"]
     rows = run_all(options, folder)
@@ -270,4 +318,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its part, and writes the tables
     sys.exit(main())

@@ -81,8 +81,19 @@ def held_at_once(engine: LLMEngine, prompts: list[list[int]], num_steps: int) ->
     return most, statistics.median(times)
 
 
-def check_tokens(place: Any, folder: Path) -> Rows:
+def check_tokens(place: Any) -> Rows:
     """Compare greedy tokens of gates that decide both ways, in float32."""
+    with TemporaryDirectory() as folder:
+        yield from _compare_tokens(place, Path(folder))
+
+
+def check_speed(place: Any) -> Rows:
+    """Fill a memory for keys and values with requests, at each ratio and in stock vLLM."""
+    with TemporaryDirectory() as folder:
+        yield from _fill_memory(place, Path(folder))
+
+
+def _compare_tokens(place: Any, folder: Path) -> Rows:
     stock = random_model(place.shape(2), torch.float32, place.device)
     config = CompressionConfig(decision_offset=0.0, delay=16)  # every other token
     model = retrofit(twin(stock), config)
@@ -100,8 +111,7 @@ def check_tokens(place: Any, folder: Path) -> Rows:
     yield row("answers with the tokens of Engine", equal, f"of {len(prompts)}", holds=equal == len(prompts))
 
 
-def check_speed(place: Any, folder: Path) -> Rows:
-    """Fill a memory for keys and values with requests, at each ratio and in stock vLLM."""
+def _fill_memory(place: Any, folder: Path) -> Rows:
     stock = random_model(place.shape(place.size(8, 1)), place.dtype, place.device)
     models = {
         f"vLLM, CR {ratio:g}": (retrofit(twin(stock), CompressionConfig(target_ratio=ratio)), ratio)
@@ -130,10 +140,3 @@ def check_speed(place: Any, folder: Path) -> Rows:
         beside = f"{held / first[0]:.2f} x the first's requests, {speed / first[1]:.2f} x its tokens/s"
         yield row(f"{name}, requests of {length} tokens held", held, "requests", f"in {memory / 2**20:g} MiB")
         yield row(f"{name}, tokens a second of all of them", speed, "tokens/s", beside)
-
-
-def check_folders(place: Any) -> Rows:
-    """Yield all rows."""
-    with TemporaryDirectory() as folder:
-        yield from check_tokens(place, Path(folder) / "tokens")
-        yield from check_speed(place, Path(folder))

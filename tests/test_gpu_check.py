@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
+import parity  # noqa: E402
 from gpu_check import PARTS  # noqa: E402
-from gpu_parts import attention, profiling, runs  # noqa: E402
+from gpu_parts import attention, checks, profiling, runs  # noqa: E402
 from gpu_parts.place import Figure, Place, row  # noqa: E402
 from parity import GATES, SETTINGS  # noqa: E402
 
@@ -138,6 +141,23 @@ def test_a_profile_counts_kernels_and_the_time_one_runs():
     assert [kernel["name"] for kernel in found["top"]] == ["a", "b"] and found["top"][0]["share"] == pytest.approx(0.6)
 
 
+def test_a_model_that_was_written_in_part_is_written_anew(tmp_path, monkeypatch):
+    def is_ended(model, folder):
+        (Path(folder) / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    place = Place("cpu", True, output=tmp_path)
+    tiny = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
+    monkeypatch.setattr("omegaconf.OmegaConf.to_container", lambda _: {"shape": {**tiny, "num_attention_heads": 2}})
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.PreTrainedModel.save_pretrained", is_ended)
+        with pytest.raises(KeyboardInterrupt):
+            runs.random_folder(place, "smollm2_135m")
+    folder = Path(runs.random_folder(place, "smollm2_135m"))
+    assert (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 16
+
+
 def test_a_run_that_is_asked_to_stop_ends_as_before_the_end_of_a_job(tmp_path, monkeypatch):
     (tmp_path / "scripts").mkdir()
     program = (
@@ -199,7 +219,7 @@ def test_the_dry_form_reaches_every_triton_kernel_and_gives_the_reference(tmp_pa
     found = on_little(tmp_path, "parity", environment={"TRITON_INTERPRET": "1"})["parity"]
     found = {row["measured"]: row for row in found[1:]}
     assert not [name for name, row in found.items() if row["holds"] is False]
-    reached = found["Triton kernels that ran"]
+    reached = found["Triton kernels that ran, float32"]
     assert reached["holds"], reached["beside"]
     assert found["top_p, tokens of its definition"]["holds"]
     for name in ("full cache", *GATES, *SETTINGS):
@@ -210,4 +230,137 @@ def test_the_part_for_vllm_says_in_one_line_that_there_is_none(tmp_path, monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert gpu_check.measure("vllm", Place("cpu", True), tmp_path / "vllm.jsonl") == 0
     _, line = lines(tmp_path, "vllm")
-    assert "pip install '.[vllm]'" in line["beside"]
+    assert "not installed" in line["beside"] and "pip install -e '.[vllm]'" in line["beside"]
+    assert line["holds"] is None and line["value"] is None
+
+
+def test_a_part_whose_packages_are_not_there_says_in_one_line_which(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("hydra", "datasets") else name)
+    assert gpu_check.measure("train", Place("cpu", True), tmp_path / "train.jsonl") == gpu_check.SOME_FAILED
+    _, line = lines(tmp_path, "train")
+    assert line["beside"].startswith("lacks hydra, datasets: pip install") and line["holds"] is False
+
+
+def test_trainers_without_deepspeed_say_so(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    *others, last = checks.trainer_figures(Place("cuda", True))
+    assert [figure.name for figure in others] == [
+        "trainer=gpu", "trainer=gpu trainer.compile=true", "trainer=ddp", "trainer=fsdp2",
+    ]  # fmt: skip
+    (said,) = last.measure()
+    assert "not run" in said["beside"] and said["holds"] is None
+
+
+def test_a_trainer_that_hangs_leaves_its_log_and_time_for_others(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text("import time; print('joins', flush=True); time.sleep(60)")
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(checks, "TRAINER_SECONDS", 2)
+    with pytest.raises(TimeoutError, match=r"see trainers\.train\.log"):
+        list(checks._check_trainer(Place("cpu", True, output=tmp_path), "ddp"))
+    assert (tmp_path / "trainers.train.log").read_text() == "joins\n"
+
+
+TESTS = """
+import time
+def test_first(): pass
+def test_second(): assert False
+def test_third(): time.sleep(SECONDS)
+"""
+
+
+class UntilTheSecond(Place):
+    """Has time until the second test has ended."""
+
+    @property
+    def seconds_left(self):
+        return 60 if "FAILED" not in (self.output / "tests.pytest.log").read_text() else 0
+
+
+@pytest.mark.parametrize(
+    "options", [["-p", "no:xdist"], pytest.param(["--numprocesses=1"], marks=pytest.mark.slow)], ids=["alone", "xdist"]
+)
+@pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_pytest_yields_failures_as_they_come_and_what_passed_when_time_is_up(options, hangs, tmp_path):
+    chosen = tmp_path / "test_it.py"
+    chosen.write_text(TESTS.replace("SECONDS", "60" if hangs else "0"))
+    place = UntilTheSecond("cpu", True, output=tmp_path) if hangs else Place("cpu", True, output=tmp_path)
+    found = list(checks.run_tests(place, [*options, f"--rootdir={tmp_path}", "-c", os.devnull, str(chosen)]))
+    assert [(row["measured"].split("::")[-1], row["value"], row["holds"]) for row in found] == [
+        ("test_second", None, False), ("pytest -m gpu", 1 if hangs else 2, False),
+    ]  # fmt: skip
+    assert ("stopped for want of time" in found[-1]["beside"]) is hangs
+    assert hangs or "1 failed, 2 passed" in found[-1]["beside"]
+
+
+def test_a_way_of_serving_that_fails_stops_no_other(monkeypatch):
+    given = iter([torch.zeros(1), RuntimeError("no kernel\nimage")])
+
+    def fails_once(engine, prompts, continuations):
+        if isinstance(result := next(given, torch.zeros(1)), Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(parity, "decoded", fails_once)
+    found = list(parity._of_dtype(Place("cpu", True), torch.float32))
+    failed, *others = [row for row in found if row["holds"] is not None]
+    assert failed["beside"] == "RuntimeError: no kernel image" and not failed["holds"]
+    assert len(others) > 8 and all(row["holds"] for row in others)
+
+
+def test_nothing_is_measured_on_a_gpu_that_has_failed(tmp_path, monkeypatch):
+    chosen = [Figure(name, lambda: [row(name, 1.0, "s")]) for name in ("first", "second")]
+    monkeypatch.setattr(attention, "figures", lambda place: iter(chosen))
+    monkeypatch.setattr(gpu_check, "_has_device", lambda place: False)
+    assert gpu_check.measure("attention", Place("cpu", True), tmp_path / "attention.jsonl") == gpu_check.LOST
+    last = lines(tmp_path, "attention")[-1]
+    assert last["measured"] == "the GPU" and "first" in last["beside"] and len(lines(tmp_path, "attention")) == 3
+
+
+def test_a_second_run_keeps_the_first_ones_figures(tmp_path):
+    run(WRITES, tmp_path)
+    run("raise SystemExit('no GPU')", tmp_path)
+    assert len(lines(tmp_path, "loss")) == 1 and len(lines(tmp_path, "loss.earlier")) == 2
+
+
+def test_a_hang_names_the_figure_that_was_measured(tmp_path):
+    run("import time; print('begins: error', flush=True); print('{}', flush=True); time.sleep(60)", tmp_path, seconds=2)
+    assert lines(tmp_path, "loss")[-1]["beside"] == "ended after 2 s: in error"
+
+
+def test_a_part_that_ends_leaves_no_process_behind(tmp_path):
+    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid)"
+    run(child, tmp_path)
+    state = Path(f"/proc/{(tmp_path / 'loss.log').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.slow
+def test_at_the_end_of_a_job_the_part_is_ended_and_the_tables_are_written(tmp_path):
+    command = [sys.executable, gpu_check.__file__, "--device", "cpu", "--part", "attention", "--output", str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "attention.log"
+    while not (log.exists() and "begins" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(20) == 128 + 15
+    assert lines(tmp_path, "attention")[-1]["beside"] == "interrupted"
+    assert "interrupted" in (tmp_path / "gpu_check.md").read_text()
+
+
+@pytest.mark.slow
+def test_it_runs_where_the_project_is_not_installed():
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    command = [sys.executable, "-S", str(ROOT / "scripts" / "gpu_check.py"), "--list"]
+    environment = os.environ | {"PYTHONPATH": packages}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    assert done.returncode == 0 and "| attention |" in done.stdout, done.stderr
+
+
+def test_a_torch_without_cuda_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", None)
+    gpu_check.main(["--output", str(tmp_path)])
+    assert "is built without CUDA" in capsys.readouterr().out.splitlines()[0]

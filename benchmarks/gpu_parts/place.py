@@ -25,6 +25,11 @@ def row(measured: str, value: float | None, unit: str, beside: str = "", *, hold
     return {"measured": measured, "value": value, "unit": unit, "beside": beside, "holds": holds}
 
 
+def failure(measured: str, error: Exception) -> Row:
+    """Describe a figure that an error took the place of."""
+    return row(measured, None, "failed", " ".join(f"{type(error).__name__}: {error}".split())[:300], holds=False)
+
+
 @dataclass(frozen=True)
 class Figure:
     """One thing that is measured: if it fails, the others of its part still are."""

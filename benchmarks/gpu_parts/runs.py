@@ -42,13 +42,15 @@ def random_folder(place: Place, base: str) -> str:
     from dmc.models.build import random_model
 
     folder = place.output / f"random_{base}"
-    if not (folder / "config.json").exists():
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.part")  # of a part that is ended while it writes
         settings: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "base" / f"{base}.yaml"))
         model = random_model(settings["shape"], torch.bfloat16, place.device)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(CONTROL / name, folder / name)
-        model.save_pretrained(folder)
+            unfinished.mkdir(parents=True, exist_ok=True)
+            shutil.copy(CONTROL / name, unfinished / name)
+        model.save_pretrained(unfinished)
+        unfinished.rename(folder)
     return str(folder.resolve())
 
 
