@@ -71,8 +71,8 @@ install_torch() {
     then
         from=(--extra-index-url "$index")
     fi
-    .venv/bin/python -m pip uninstall -q -y torch 2>/dev/null || true # pip would take one build for the other
-    pip_install "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
+    # Forced, for pip would take one build for the other: it removes that only once this one is here. What torch needs follows.
+    pip_install --force-reinstall --no-deps "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
 }
 
 # pip_install ARGUMENTS: pip install into .venv; what pip says goes to .venv/install.log, whose end is shown if it fails.
