@@ -14,6 +14,7 @@ case "$*" in
     *find_spec*) cat installed 2>/dev/null ;;
     *"pip uninstall"*) rm -f installed ;;
     *"pip install"*torch==*) [ ! -e unreachable ] || exit 1 ;;&
+    *"pip install"*constraints.txt*) [ ! -e incomplete ] || exit 1 ;;&
     *"pip install"*torch==*--extra-index-url*) echo cpu >installed ;;
     *"pip install"*torch==*) echo cuda >installed ;;
 esac
@@ -85,7 +86,10 @@ def test_a_build_that_cannot_be_fetched_leaves_the_one_that_is_there(project):
     with pytest.raises(AssertionError, match="torch for cuda"):
         set_up(project, "cuda")
     assert (project / "installed").read_text() == "cpu\n"
-    (project / "unreachable").unlink()
+    (project / "unreachable").rename(project / "incomplete")
+    with pytest.raises(AssertionError, match="torch for cuda"):
+        set_up(project, "cuda")
+    (project / "incomplete").unlink()
     assert set_up(project, "cuda")[1] and (project / "installed").read_text() == "cuda\n"
 
 
