@@ -214,7 +214,7 @@ def write_until_killed(folder, ready):
 def test_a_folder_that_another_process_writes_is_refused_before_anything_is_written(tmp_path):
     folder, context = tmp_path / "place" / "model", multiprocessing.get_context("fork")
     ready = context.Event()
-    process = context.Process(target=write_until_killed, args=(folder, ready))
+    process = context.Process(target=write_until_killed, args=(folder, ready), daemon=True)
     process.start()
     assert ready.wait(60)
     before = files_in(tmp_path)

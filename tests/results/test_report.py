@@ -112,6 +112,9 @@ def test_the_script_replaces_an_earlier_page_and_nothing_else(tmp_path, monkeypa
     error = run_script("report.py", f"folders=[{folder}]", f"output={folder}")
     assert "holds measurements, whose results.csv would be replaced: choose another folder" in error
     assert not (folder / "report.html").exists()
+    (tmp_path / "page/files.json").write_text("[]")
+    error = run_script("report.py", f"folders=[{folder}]", "output=page", "leaderboard=board")
+    assert "page/files.json is not of a page that was written here" in error and not (tmp_path / "board").exists()
 
 
 def test_files_of_others_are_not_replaced_by_a_page(tmp_path):
