@@ -114,33 +114,49 @@ def replacement(
     """Yield a folder to write into, which replaces `folder` once all is written; after an error nothing is replaced.
 
     The two hidden names beside it, `.NAME.partial` and `.NAME.retired`, are taken for what a kill has left of this.
+    `.NAME.partial.lock` lies there while it is written.
 
     Raises:
         FileExistsError: see `refuse_occupied`; nothing is written.
+        BlockingIOError: another process writes it; nothing is written.
     """
     inputs, name, folder = [*inputs], folder, folder.resolve()  # what a link names is replaced, not the link
     partial, retired = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "retired"))
-    if partial.is_dir():  # else what is retired was replaced, and a kill came while it was removed
-        _restore(folder, retired)
     refuse_occupied(name, overwrite, inputs, marker)
-    for rest in (partial, retired):
-        shutil.rmtree(rest, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        record = partial / RECORD_NAME
-        record.write_text(json.dumps(_names(partial), indent=1) + "\n")
-        for weights in partial.rglob("*.safetensors"):  # safetensors writes files that only their owner may read
-            weights.chmod(record.stat().st_mode)
-        refuse_occupied(name, overwrite, inputs, marker)  # writing takes hours: look again
-        if folder.exists():
-            folder.rename(retired)
-        partial.rename(folder)
-    except BaseException:
-        _restore(folder, retired)
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(retired, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = partial.with_name(f"{partial.name}.lock")
+    with locked(lock):
+        try:
+            if partial.is_dir():  # else what is retired was replaced, and a kill came while it was removed
+                _restore(folder, retired)
+            refuse_occupied(name, overwrite, inputs, marker)
+            for rest in (partial, retired):
+                shutil.rmtree(rest, ignore_errors=True)
+            partial.mkdir()
+            try:
+                yield partial
+                _close(partial)
+                refuse_occupied(name, overwrite, inputs, marker)  # writing takes hours: look again
+                if folder.exists():
+                    folder.rename(retired)
+                partial.rename(folder)
+            except BaseException:
+                _restore(folder, retired)
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            shutil.rmtree(retired, ignore_errors=True)
+        finally:
+            lock.unlink(
+                missing_ok=True
+            )  # while it is held: who opened it before finds it without a name, and tries anew
+
+
+def _close(folder: Path) -> None:
+    """List the files of a folder that is written in its record."""
+    record = folder / RECORD_NAME
+    record.write_text(json.dumps(_names(folder), indent=1) + "\n")
+    for weights in folder.rglob("*.safetensors"):  # safetensors writes files that only their owner may read
+        weights.chmod(record.stat().st_mode)
 
 
 def _restore(folder: Path, retired: Path) -> None:
@@ -162,6 +178,8 @@ def refuse_occupied(folder: Path, overwrite: bool, inputs: Iterable[Path] = (), 
         FileExistsError: the folder holds other files, of which the message names one, or is of another kind.
     """
     place = folder.resolve()
+    if os.path.ismount(place):
+        raise FileExistsError(f"{folder} is a mount point, which cannot be replaced: give a folder below it")
     parent = next(path for path in place.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise FileExistsError(f"{folder} cannot be written: {parent} is a file, or read only; give another output")

@@ -17,6 +17,6 @@ if [ "${#halves[@]}" -lt 2 ]; then
     exit 0
 fi
 cat $(printf '%s\n' "${halves[@]}" | awk -F/ '{ print $NF, $0 }' | sort | cut -d' ' -f2-) >"$model.part"
+sed 's/$/.part/' "$(dirname "${halves[0]}")/model.sha256" | sha256sum --check --quiet || { rm -f "$model.part" && exit 1; }
 mv "$model.part" "$model"
-sha256sum --check --quiet "$(dirname "${halves[0]}")/model.sha256" || { rm -f "$model" && exit 1; }
 echo "joined the model; in the checkout: python scripts/gpu_check.py --model $PWD/$model"

@@ -19,7 +19,7 @@ setup_environment() {
     echo "torch for $build: $reason" >&2
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
-    [ "$installed" = "$build" ] || install_torch "$build" || return 1
+    [ "$installed" = "$build" ] || { install_torch "$build" && rm -f "$stamp"; } || return 1
     pip_install -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
 }
@@ -71,8 +71,8 @@ install_torch() {
     then
         from=(--extra-index-url "$index")
     fi
-    .venv/bin/python -m pip uninstall -q -y torch 2>/dev/null || true # pip would take one build for the other
-    pip_install "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
+    # Forced, for pip would take one build for the other; it removes that once this one is here. What torch needs follows.
+    pip_install --force-reinstall --no-deps "torch==$(sed -n 's/^torch==//p' constraints.txt)" "${from[@]}"
 }
 
 # pip_install ARGUMENTS: pip install into .venv; what pip says goes to .venv/install.log, whose end is shown if it fails.

@@ -204,6 +204,39 @@ def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert number > 8 and process.exitcode == 0
 
 
+def write_until_killed(folder, ready):
+    with replacement(folder, overwrite=True) as partial:
+        (partial / "weights").write_text("2")
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_folder_that_another_process_writes_is_refused_before_anything_is_written(tmp_path):
+    folder, context = tmp_path / "place" / "model", multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=write_until_killed, args=(folder, ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    before = files_in(tmp_path)
+    with pytest.raises(BlockingIOError, match=r"another process holds .*\.model\.partial\.lock"):
+        write_model(folder, "3")
+    assert files_in(tmp_path) == before
+    process.kill()
+    process.join()
+    write_model(folder, "3")
+    assert files_in(tmp_path)["place/model/weights"] == b"3"
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_a_mount_point_which_cannot_take_another_name_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "disk")
+    with pytest.raises(FileExistsError, match="is a mount point"), replacement(tmp_path / "disk", overwrite=True):
+        raise AssertionError
+    write_model(tmp_path / "disk" / "model", "1")
+    assert files_in(tmp_path)["disk/model/weights"] == b"1"
+
+
 def hold(file, ready):
     with locked(file):
         ready.set()

@@ -1,5 +1,6 @@
 """Which build of torch `setup_environment.sh` takes, with a Python and a pip that only record their calls."""
 
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,8 @@ PYTHON = """\
 case "$*" in
     *find_spec*) cat installed 2>/dev/null ;;
     *"pip uninstall"*) rm -f installed ;;
+    *"pip install"*torch==*) [ ! -e unreachable ] || exit 1 ;;&
+    *"pip install"*constraints.txt*) [ ! -e incomplete ] || exit 1 ;;&
     *"pip install"*torch==*--extra-index-url*) echo cpu >installed ;;
     *"pip install"*torch==*) echo cuda >installed ;;
 esac
@@ -74,9 +77,36 @@ def test_another_build_is_replaced_when_it_is_asked_for_and_kept_otherwise(proje
     assert message.startswith("torch for cpu: it is installed") and "torch==" not in (project / "calls").read_text()
     assert set_up(project, "cuda", extras="train,dev")[1]
     assert (project / "installed").read_text() == "cuda\n"
-    calls = (project / "calls").read_text()
-    assert calls.index("pip uninstall") < calls.index("torch==")
+    assert "--force-reinstall --no-deps torch==" in (project / "calls").read_text()
+
+
+def test_a_build_that_cannot_be_fetched_leaves_the_one_that_is_there(project):
+    set_up(project)
+    (project / "unreachable").touch()
+    with pytest.raises(AssertionError, match="torch for cuda"):
+        set_up(project, "cuda")
+    assert (project / "installed").read_text() == "cpu\n"
+    (project / "unreachable").rename(project / "incomplete")
+    with pytest.raises(AssertionError, match="torch for cuda"):
+        set_up(project, "cuda")
+    (project / "incomplete").unlink()
+    assert set_up(project, "cuda")[1] and (project / "installed").read_text() == "cuda\n"
 
 
 def test_a_build_that_does_not_exist_is_refused(project):
     assert set_up(project, "rocm") == ("error: TORCH=rocm: expected cpu, cuda or auto\n", False)
+
+
+def test_a_damaged_half_replaces_no_good_model(tmp_path):
+    for number, text in enumerate(("good ", "model"), start=1):
+        (tmp_path / f"parcel-{number}").mkdir()
+        (tmp_path / f"parcel-{number}" / f"tiny.gguf.half-{number}").write_text(text)
+    shutil.copy(ROOT / "scripts" / "gpu_install.sh", tmp_path / "parcel-1" / "install.sh")
+    digest = hashlib.sha256(b"good model").hexdigest()
+    (tmp_path / "parcel-1" / "model.sha256").write_text(f"{digest}  tiny.gguf\n")
+    command = ["bash", str(tmp_path / "parcel-1" / "install.sh")]
+    for half, code in (("model", 0), ("mouse", 1)):
+        (tmp_path / "parcel-2" / "tiny.gguf.half-2").write_text(half)
+        assert subprocess.run(command, capture_output=True, check=False).returncode == code
+        assert (tmp_path / "tiny.gguf").read_text() == "good model"
+    assert not (tmp_path / "tiny.gguf.part").exists()

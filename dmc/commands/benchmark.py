@@ -19,12 +19,11 @@ from dmc.results.tables import write_tables
 def benchmark(values: dict[str, Any]) -> str:
     """Measure what the settings name, and return the report."""
     config = build_config(BenchmarkConfig, values)
-    folder, keys = Path(config.output), []
+    folder = Path(config.output)
     for row in run_benchmark(config, *_models(config)):
         store = Store(folder / "cells.jsonl")  # no folder before a row
         store.append(row)
-        keys.append(row["key"])
-    return f"\n{write_tables(store, folder, keys=keys)}\n\n{store.path}"
+    return f"\n{write_tables(store, folder)}\n\n{store.path}"
 
 
 def _models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:

@@ -29,7 +29,7 @@ def collect(folder: Path) -> str:
     store = Store(folder / "cells.jsonl")
     for row in rows:
         store.append(row)
-    tables = write_tables(store, folder, keys=[row["key"] for row in rows])
+    tables = write_tables(store, folder)
     return f"{tables}\n\nnot finished: {', '.join(unfinished)}" if unfinished else tables
 
 

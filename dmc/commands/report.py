@@ -10,7 +10,7 @@ from pydantic import Field
 from dmc.config import build_config
 from dmc.config.settings import OutputFolder, checked_dataclass
 from dmc.results.leaderboard import write_leaderboard
-from dmc.results.report import read_folders, write_page
+from dmc.results.report import names_of_page, read_folders, write_page
 
 
 @checked_dataclass(frozen=True)
@@ -38,6 +38,7 @@ def report(config: ReportConfig) -> Path:
     """Write the page, and the leaderboard's folders if requested, and return the path of the page."""
     folders = [Path(folder) for folder in config.folders]
     findings = read_folders(folders, config.reference)
+    names_of_page(Path(config.output))  # refuses files of others before anything is written
     if config.leaderboard is not None:
         write_leaderboard(folders, Path(config.leaderboard))
     return write_page(findings, Path(config.output), config.title)

@@ -156,12 +156,13 @@ def train_tokenizer(
             if trained_on != record:
                 if trained_on:
                     logger.warning("%s holds a tokenizer trained otherwise; it is replaced.", folder)
+                known.unlink(missing_ok=True)  # a kill after the replacement must not leave it for other texts
                 with replacement(folder, overwrite=True, marker=_TRAINING_FILE) as partial:
                     _train(texts, vocab_size).save_pretrained(partial)
                     (partial / _TRAINING_FILE).write_text(json.dumps(record))
             if sources is not None:
                 known.write_text(source)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _read(texts: Iterable[str]) -> list[str]:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 FINISHED = (DONE, NOT_FINITE)
 """Statuses of cells that are not run again."""
+DONE_BEFORE = "done_before"
+"""Field of a failed row: the finished row that it does not replace in tables."""
 NAMES = ("key", "status", "method", "model", "policy", "task")
 """Text fields of every row."""
 FIGURES = ("metrics", "main_metric", "achieved_ratio", "requested_ratio", "bytes_allocated_per_token")
@@ -118,10 +120,11 @@ class Store:
 
 
 def _put(rows: dict[str, Row], row: Row | None) -> None:
-    """Put a row at the end, in the place of an earlier one of its key."""
+    """Put a row at the end, in the place of an earlier one of its key; a failed one keeps what was finished before."""
     if row is not None:
-        rows.pop(row["key"], None)
-        rows[row["key"]] = row
+        before = rows.pop(row["key"], {})
+        done = before if before.get("status") == DONE else before.get(DONE_BEFORE)
+        rows[row["key"]] = row | {DONE_BEFORE: done} if done and row["status"] not in FINISHED else row
 
 
 def is_row(row: Any) -> bool:
@@ -143,7 +146,7 @@ def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> li
     """
     rows: dict[tuple[str, str], Row] = {}
     for store in stores:
-        for row in store.rows():
+        for row in (found for last in store.rows() for found in (last.get(DONE_BEFORE), last) if found):
             place = row["key"], json.dumps(row.get("settings"), sort_keys=True)
             if row["status"] == DONE or rows.get(place, row)["status"] != DONE:
                 rows[place] = row | {"folder": str(store.path.parent)}

@@ -111,6 +111,8 @@ def export_checkpoint(
     if device is not None:
         check_device(device)
     config = read_foreign_config(run_folder, trust_run)
+    if config.model is not None and Path(config.model).is_dir():  # the adapter would replace its own base
+        refuse_occupied(output, overwrite, [Path(config.model)], CONFIG_NAME)
     changes = {**overrides, "push_to_hub": push_to_hub}
     training = build_config(TrainingConfig, dataclasses.asdict(config.training) | changes)
     config = dataclasses.replace(config, training=training)

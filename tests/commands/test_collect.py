@@ -5,6 +5,10 @@ import json
 import pytest
 
 from dmc.commands.collect import collect
+from dmc.results.measurement import new_row
+from dmc.results.store import Store
+from dmc.results.tables import CSV, write_tables
+from dmc.training.model_folder import METRICS_NAME
 
 LOG = "step,train/loss,train/target_ratio,train/achieved_ratio\n1,2.0,1.0,1.0\n2,1.9,2.0,1.8\n3,1.8,4.0,3.5\n"
 
@@ -40,3 +44,18 @@ def test_curves_show_the_ratio_that_the_target_counts(counts, tmp_path, monkeypa
     monkeypatch.setattr("dmc.commands.collect.draw_curves", lambda log, ratio: drawn.append(ratio) or b"")
     collect(tmp_path)
     assert drawn == [{"held": "achieved_ratio", "decided": "decided_ratio"}[counts]]
+
+
+def test_what_a_comparison_has_put_into_the_tables_of_the_folder_stays(tmp_path):
+    settings, store = {"model": {}, "task": {}}, Store(tmp_path / "cells.jsonl")
+    figures = {"metrics": {"loss": 1.0}, "main_metric": "loss", "achieved_ratio": 1.0, "higher_is_better": False}
+    for policy in ("full", "h2o"):
+        store.append(new_row("base", policy, "recall", settings, **figures))
+    write_tables(store, tmp_path)
+    before = (tmp_path / CSV).read_text().count("recall")
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    metrics = {"validation_loss_nats_per_token": 1.0, "achieved_ratio": 1.0}
+    (tmp_path / "run" / "final" / METRICS_NAME).write_text(json.dumps({"metrics": metrics, "compression": None}))
+    assert "text of the run" in collect(tmp_path)
+    assert (tmp_path / CSV).read_text().count("recall") == before > 0

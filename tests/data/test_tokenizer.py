@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -127,6 +128,21 @@ def test_a_model_is_no_place_for_a_tokenizer(make_compressed, tmp_path):
     with pytest.raises(FileExistsError, match=r"^data.tokenizer.folder: .*final holds no trained_on.json, so it is"):
         train_tokenizer(TEXTS, 300, tmp_path / "final")
     assert names(tmp_path / "final") == before
+
+
+def test_a_kill_before_the_sources_are_noted_leaves_no_tokenizer_of_other_texts(tmp_path, monkeypatch):
+    first, plain = train_tokenizer(TEXTS, 300, tmp_path / "bpe", sources="one"), Path.write_text
+
+    def write_text(self, *values, **named):
+        if self.name.endswith(".sources"):
+            raise KeyboardInterrupt
+        return plain(self, *values, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(KeyboardInterrupt):
+            train_tokenizer(["xylophones jump quickly over quartz"] * 9, 300, tmp_path / "bpe", sources="other")
+    assert train_tokenizer(TEXTS, 300, tmp_path / "bpe", sources="one").get_vocab() == first.get_vocab()
 
 
 def test_of_several_that_want_a_tokenizer_one_trains_it(tmp_path, monkeypatch):

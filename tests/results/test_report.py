@@ -112,6 +112,36 @@ def test_the_script_replaces_an_earlier_page_and_nothing_else(tmp_path, monkeypa
     error = run_script("report.py", f"folders=[{folder}]", f"output={folder}")
     assert "holds measurements, whose results.csv would be replaced: choose another folder" in error
     assert not (folder / "report.html").exists()
+    (tmp_path / "page/files.json").write_text("[]")
+    error = run_script("report.py", f"folders=[{folder}]", "output=page", "leaderboard=board")
+    assert "page/files.json is not of a page that was written here" in error and not (tmp_path / "board").exists()
+
+
+def test_files_of_others_are_not_replaced_by_a_page(tmp_path):
+    findings, folder = read([compare_row("full")], tmp_path), tmp_path / "paper"
+    (folder / "plots").mkdir(parents=True)
+    for name in ("results.csv", "report.html", "files.json"):
+        (folder / name).write_text("[]")
+        with pytest.raises(FileExistsError, match=f"{name} is not of a page"):
+            write_page(findings, folder)
+        assert [path.name for path in folder.iterdir() if path.is_file()] == [name]
+        (folder / name).unlink()
+    (folder / "plots" / "001-mine.png").write_text("mine")
+    for _ in range(2):
+        write_page(findings, folder)
+        assert (folder / "plots" / "001-mine.png").read_text() == "mine"
+    (folder / "files.json").unlink()  # as earlier versions have left it
+    write_page(findings, folder)
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_earlier_one(tmp_path, monkeypatch):
+    findings, folder = read([compare_row("full"), compare_row("h2o", 4.0)], tmp_path), tmp_path / "page"
+    write_page(findings, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr("dmc.results.report.page._draw_all", lambda _: [1 // 0])
+    with pytest.raises(ZeroDivisionError):
+        write_page(findings, folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_the_loss_of_every_method_is_drawn_by_position(tmp_path):

@@ -2,7 +2,7 @@ import json
 import logging
 import multiprocessing
 
-from dmc.results.measurement import DONE, FAILED, new_row
+from dmc.results.measurement import DONE, FAILED, new_row, to_frame
 from dmc.results.store import Store, read_rows
 
 
@@ -74,6 +74,19 @@ def test_two_processes_append_whole_lines(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     assert {row["key"] for row in rows} == {f"{writer}{number}" for writer in "xy" for number in range(50)}
     assert all(row["padding"] == row["key"][0] * 5000 for row in rows)
+
+
+def test_a_failure_hides_no_finished_row_of_its_cell_in_tables_and_is_measured_again(tmp_path):
+    done = new_row("base", "h2o", "loss", {}, metrics={"loss": 1.0}, achieved_ratio=4.0)
+    store = Store(tmp_path / "cells.jsonl")
+    for row in (done, *[done | {"status": FAILED, "error": "out of memory"}] * 2):
+        store.append(row)
+    assert store.row(done["key"])["status"] == FAILED
+    for found in (store, Store(store.path)):
+        assert [row["metrics"] for row in read_rows([found])] == [{"loss": 1.0}]
+        assert len(found.frame()) == len(to_frame([done]))
+    store.append(done | {"metrics": {"loss": 2.0}})
+    assert [row["metrics"] for row in read_rows([store])] == [{"loss": 2.0}]
 
 
 def test_a_failure_in_one_folder_hides_no_finished_cell_of_another(tmp_path):

@@ -73,6 +73,15 @@ def test_merging_takes_the_gates_of_a_finished_run_as_they_were_calibrated(learn
         export(ExportConfig(run=str(run.folder), output=str(tmp_path / "other"), merge=True, target_ratio=1.5))
 
 
+def test_the_base_of_a_run_is_never_replaced_by_its_export(trained, folders):
+    run = trained(**FITTED)
+    names = [path.name for path in folders.stock.iterdir()]
+    (folders.stock / "files.json").write_text(json.dumps(names))  # as an export has it, which may be replaced
+    for merge in (False, True):
+        with pytest.raises(FileExistsError, match=rf"is or holds {folders.stock}, which is the input"):
+            export(ExportConfig(run=str(run.folder), output=str(folders.stock), overwrite=True, merge=merge))
+
+
 def test_training_goes_on_from_an_adapter_on_the_same_base(trained, folders):
     first = trained(**LEARNED)
     second = trained("second", first.final, **LEARNED, learning_rate=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from tqdm import tqdm
 
+from dmc.files import RECORD_NAME
 from dmc.results import plots
 from dmc.results.equal_bytes import asked_of
 from dmc.results.front_plot import draw_front
@@ -26,6 +28,8 @@ from dmc.results.verdict import verdicts_of
 
 TITLE = "KV-cache compression: what it keeps, what it costs"
 PAGE, CSV, PLOTS = "report.html", "results.csv", "plots"
+MARK = b'<section class="verdict"'
+"""Words of every page: those of earlier versions have no record of their files beside them."""
 EXPECTED = "expected a folder with cells.jsonl, as dmc compare, benchmark, collect, study and quickstart write it"
 SECTIONS = {
     **{"layer head": "Compression of layers and heads", "length depth": "Answers by length and depth"},
@@ -108,7 +112,7 @@ def _source(row: Row) -> dict[str, Any]:
 
 
 def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
-    """Write `report.html`, `plots/NNN-*.png` and `results.csv`; earlier ones are replaced.
+    """Write `report.html`, `plots/NNN-*.png` and `results.csv`; those of an earlier page are replaced.
 
     Args:
         findings: content of the page.
@@ -116,14 +120,16 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         title: title of the page.
     Returns:
         The page's path.
+    Raises:
+        FileExistsError: the folder holds such files of something else; nothing is written.
     """
-    for path in (folder / PLOTS).glob("[0-9][0-9][0-9]-*.png"):
-        path.unlink()
+    before, written = names_of_page(folder), [CSV, PAGE]
     sections = dict[str, list[dict[str, Any]]]()
     (folder / PLOTS).mkdir(parents=True, exist_ok=True)
     for number, (section, plot) in enumerate(tqdm(_draw_all(findings), "plots", disable=None), start=1):
         slug = re.sub("[^a-z0-9]+", "-", plot.title.lower()).strip("-")[:60]
-        replace_file(folder / PLOTS / f"{number:03d}-{slug}.png", plot.png())
+        written.append(f"{PLOTS}/{number:03d}-{slug}.png")
+        replace_file(folder / written[-1], plot.png())
         drawn = {"title": plot.title, "caption": plot.caption, "svg": Markup(plot.svg(number))}
         sections.setdefault(section, []).append(drawn)
     environment = Environment(
@@ -144,9 +150,29 @@ def write_page(findings: Findings, folder: Path, title: str = TITLE) -> Path:
         findings=findings,
     )
     summary = findings.summary.drop(columns=["keys"], errors="ignore")
+    replace_file(folder / RECORD_NAME, (json.dumps(sorted(written), indent=1) + "\n").encode())
     replace_file(folder / CSV, summary.to_csv(index=False, lineterminator="\n").encode())
     replace_file(folder / PAGE, page.encode())
+    for name in before.difference(written):
+        (folder / name).unlink(missing_ok=True)
     return folder / PAGE
+
+
+def names_of_page(folder: Path) -> set[str]:
+    """Return the names of the plots of an earlier page that its record lists.
+
+    Raises:
+        FileExistsError: a page would replace files of something else.
+    """
+    page, record = folder / PAGE, folder / RECORD_NAME
+    try:
+        listed = {str(name) for name in json.loads(record.read_text())} if record.is_file() else None
+    except (ValueError, TypeError):
+        listed = set()
+    is_page = PAGE in listed if listed is not None else page.is_file() and MARK in page.read_bytes()
+    if other := next((path for path in (record, folder / CSV, page) if path.exists() and not is_page), None):
+        raise FileExistsError(f"{other} is not of a page that was written here: give another output, or move it away")
+    return {name for name in listed or () if re.fullmatch(rf"{PLOTS}/\d{{3}}-[a-z0-9-]*\.png", name)}
 
 
 def _draw_all(findings: Findings) -> Iterator[tuple[str, plots.Plot]]:
