@@ -49,7 +49,7 @@ class AttentionStates(NamedTuple):
     alpha: Tensor
     """Decisions, float32 [B, H, T]."""
     logits: Tensor
-    """Decision logits, float32 [B, H, T]."""
+    """Decision logits, float32 [B, H, T], which no loss reads: without a gradient."""
     output_gate: Tensor | None
     """Before its sigmoid, [B, T, H_q D]; None: there is none."""
 
@@ -328,7 +328,7 @@ class CompressedAttentionMixin(nn.Module):
             None if recent is None else recent[1].to(dtype),
             compressor.log_keep(gated),
             gated.alpha,
-            gated.logits,
+            gated.logits.detach(),
             output_gate,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
 from dmc.compression import GateMode, GateTrace
@@ -85,8 +86,12 @@ def _run(
 
 
 def _run_compiled(compiled: Callable[..., Any], *given: Any) -> Any:
-    """Run compiled code; DistributedDataParallel would cut its graphs at buckets, and each is of one layer."""
-    with torch._dynamo.config.patch(specialize_float=True, recompile_limit=GRAPHS, optimize_ddp=False):
+    """Run compiled code, whose backward runs as written: without autocast.
+
+    DistributedDataParallel would cut its graphs at buckets, and each is of one layer.
+    """
+    as_written = functorch.patch(backward_pass_autocast="off")
+    with as_written, torch._dynamo.config.patch(specialize_float=True, recompile_limit=GRAPHS, optimize_ddp=False):
         return compiled(*given)
 
 

@@ -94,6 +94,23 @@ def test_a_compiled_step_is_the_one_as_written_whatever_is_computed_again(
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
 
 
+def test_adapters_learn_in_float32_under_autocast_compiled_or_not(make_compressed, make_prompts, default_backend):
+    default_backend("aot_eager")
+    input_ids, gradients = torch.tensor(make_prompts(24, 24)), []
+    for compiled in (False, True):
+        model = make_compressed(gates={"gate_input": "hidden", "delay": 4}, num_layers=1).train()
+        if compiled:
+            compile_layers(model, False)
+        options = {"gate_mode": GateMode(noise_seeds=[11, 12]), "gate_trace": (trace := GateTrace())}
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids, use_cache=False, **options)
+        trace.stacked_alpha().sum().backward()
+        assert not trace.stacked_logits().requires_grad
+        gradients.append([weight.grad for adapter in model.adapters() for weight in adapter.parameters()])
+    assert all(gradient.abs().max() > 0.1 for gradient in gradients[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("how", "action"),
     [
