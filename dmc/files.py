@@ -146,9 +146,8 @@ def replacement(
                 raise
             shutil.rmtree(retired, ignore_errors=True)
         finally:
-            lock.unlink(
-                missing_ok=True
-            )  # while it is held: who opened it before finds it without a name, and tries anew
+            # While it is held: who opened it before finds it without a name, and tries anew.
+            lock.unlink(missing_ok=True)
 
 
 def _close(folder: Path) -> None:
