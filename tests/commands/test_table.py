@@ -35,9 +35,9 @@ def test_each_command_has_a_module_settings_and_a_file_to_run():
     assert {path.stem for path in (ROOT / "dmc_cli").glob("*.py")} >= {*COMMANDS} - composed
     for name in COMMANDS:
         lines = (ROOT / f"scripts/{name}.py").read_text().splitlines()
-        assert [line for line in lines if line][1:] == [
-            "from dmc_cli.table import run", 'if __name__ == "__main__":', f'    run("{name}")'
-        ]  # fmt: skip
+        door = [line for line in lines if line][1:]
+        assert door[-3:] == ["from dmc_cli.table import run", 'if __name__ == "__main__":', f'    run("{name}")']
+        assert len(door) == 3 or name == "gpu_check"  # which runs where nothing is installed
         opening = (ROOT / f"configs/{name}.yaml").read_text() if name in composed else f"# dmc {spelled(name)} "
         assert opening.startswith(f"# dmc {spelled(name)}")
 
