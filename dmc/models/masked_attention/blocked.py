@@ -63,9 +63,10 @@ class BlockedAttention(torch.autograd.Function):
             block.add_by_part(operands.narrow(probabilities), grad_rows, "value_grad")
             scores = block.of_columns(grad_rows, "value", 1)
             if by_sink is not None:
-                shares = (1 - probabilities.sum(-1)) * (probabilities * scores).sum(-1)  # of the column, as below
-                by_sink[block.heads] -= shares.unflatten(1, (-1, grad.shape[2])).sum(1)
+                scores[..., block.num_columns] = 0
             torch._softmax_backward_data(scores, probabilities, -1, scores.dtype, grad_input=scores)
+            if by_sink is not None:
+                by_sink[block.heads] += scores[..., block.num_columns].unflatten(1, (-1, grad.shape[2])).sum(1)
             block.add_bias(scores)
             scores = operands.narrow(scores)
             block.add_by_part(scores, query, "key_grad")
@@ -329,7 +330,10 @@ class _Span:
 
 
 class _Block:
-    """Rows of some heads; their columns are kept keys, then those of the stream by their places, then the raw ones."""
+    """Rows of some heads; their columns are kept keys, then those of the stream by their places, then the raw ones.
+
+    Behind these `num_columns` the scores have one of the sinks, if there are any.
+    """
 
     def __init__(self, operands: _Operands, heads: slice, span: _Span) -> None:
         self.operands, self.heads, self.span, self.rows = operands, heads, span, span.rows
@@ -357,7 +361,8 @@ class _Block:
 
     def of_columns(self, rows: Tensor, name: str, scratch: int) -> Tensor:
         """Multiply rows [heads, rows * group, channels] with the keys or values of the columns; in scratch memory."""
-        scores = self.operands.scratch(scratch, (*rows.shape[:2], self.num_columns))
+        width = self.num_columns + (self.operands.sinks is not None)
+        scores = self.operands.scratch(scratch, (*rows.shape[:2], width))
         for states, places, columns in self.parts:
             torch.bmm(rows, getattr(states, name)[self.heads, places].mT, out=scores[..., columns])
         return scores
@@ -379,10 +384,11 @@ class _Block:
             _add_product(total, scores[..., columns].mT, rows, self.operands.dtype)
 
     def probabilities(self) -> Tensor:
-        """Return the attention of the block's rows to its columns, [heads, rows * group, columns]."""
+        """Return the attention of the block's rows to its columns and sinks, [heads, rows * group, columns]."""
         operands, span = self.operands, self.span
         joined = self.of_columns(self.of_rows(operands.query), "key", 0)
-        scores = joined.unflatten(1, (self.rows.stop - self.rows.start, -1))
+        by_row = joined.unflatten(1, (self.rows.stop - self.rows.start, -1))
+        scores = by_row[..., : self.num_columns]
         num_kept = self.kept.stop - self.kept.start
         if num_kept:
             self._add_kept_biases(scores[..., :num_kept])
@@ -397,12 +403,9 @@ class _Block:
             places = (span.stream,) if operands.recent is None else (span.stream, span.recent)
             by_place += torch.cat([operands.padding[self.heads, None, None, each] for each in places], -1)
         by_place[..., span.num_seen :].masked_fill_(self._unseen(), -math.inf)
-        if operands.sinks is None:
-            return torch.softmax(joined, dim=-1, out=joined)
-        sinks = operands.sinks[self.heads].repeat(1, self.rows.stop - self.rows.start)[..., None]
-        peak = torch.maximum(joined.amax(-1, keepdim=True), sinks)
-        joined = joined.sub_(peak).exp_()
-        return joined.div_(joined.sum(-1, keepdim=True) + (sinks - peak).exp())
+        if operands.sinks is not None:
+            by_row[..., self.num_columns] = operands.sinks[self.heads, None]
+        return torch.softmax(joined, dim=-1, out=joined)
 
     def _add_kept_biases(self, scores: Tensor) -> None:
         kept = self.operands.kept
