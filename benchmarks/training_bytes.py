@@ -3,7 +3,7 @@
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 training.activation_checkpointing=true
 python benchmarks/training_bytes.py experiment=qwen3_0p6b_cr4 trainer.compile=true
 
-Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions as for a GPU
+Without trainer.compile each operation is a kernel. With it Inductor lowers and fuses the run's regions for an H100
 and stops before it writes code. A kernel reads inputs once, and writes outputs once. Launches are all kernels; bytes
 are those of glue, all but matrix products and attention, and apart those of attention. Counted on two and three layers,
 and so of one; the optimizer's of a step, all else of a micro-batch.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +25,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
 from torch._inductor.debug import DebugContext
@@ -33,8 +36,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import ExternKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dmc.models import token_losses
 from dmc.training.compiled_layers import compile_layers
@@ -51,6 +55,10 @@ GATHERS = 2
 """Kernels by which attention's operator gathers the keys that count, before those that attend."""
 OVERWRITES = ("copy_", "zero_", "fill_", "rand", "uniform_")
 """What does not read the tensor that it writes."""
+GPU = torch.device("cuda", 0)
+H100 = {"multi_processor_count": 132, "major": 9, "minor": 0, "warp_size": 32, "max_threads_per_block": 1024}
+H100 |= {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048}
+"""What Inductor asks of the GPU that it fuses for."""
 PHASES = ("teacher", "forward", "loss", "backward", "optimizer")
 GB = 1e9
 
@@ -100,7 +108,7 @@ class Glue(TorchDispatchMode):
     def compiled(self, graph: Any, inputs: Any) -> Any:
         """Count the kernels of a region, and run it as it is written: a backend of torch.compile."""
         at_once = functorch.patch(force_non_lazy_backward_lowering=True)  # later constants have no data
-        with inductor.patch({"cpu_backend": "triton", "fx_graph_cache": False}), at_once:
+        with inductor.patch(fx_graph_cache=False), at_once:
             return compile_fx.compile_fx(graph, inputs, inner_compile=self._counted)
 
     def _counted(self, graph: Any, inputs: Any, is_backward: bool = False, **_: Any) -> Any:
@@ -158,6 +166,8 @@ def kernels_of(graph: torch.fx.GraphModule, inputs: Any, is_backward: bool) -> t
     with V.set_fake_mode(compile_fx.fake_tensor_prop(graph, inputs)):
         compile_fx._recursive_record_original_output_strides(graph)
         compile_fx._recursive_post_grad_passes(graph, is_inference=False)
+        inputs = put_on_gpu(graph, inputs)
+    with V.set_fake_mode(detect_fake_mode(inputs)), an_h100():
         lowering = GraphLowering(graph, example_inputs=inputs, shape_env=shape_env, is_backward=is_backward)
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), DebugContext():
             lowering.run(*inputs)
@@ -168,6 +178,32 @@ def kernels_of(graph: torch.fx.GraphModule, inputs: Any, is_backward: bool) -> t
             called = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
             launches = len(loops) + sum(not isinstance(node.node, MultiOutput) for node in called)
             return launches, sum(node.get_read_write_buffers_sizes() for node in loops)
+
+
+def put_on_gpu(graph: torch.fx.GraphModule, inputs: Any) -> list[Any]:
+    """Let a graph be one of a GPU, whose memory no tensor needs, and return its inputs there."""
+
+    def put(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.new_empty_strided(value.shape, value.stride(), device=GPU)
+        return GPU if isinstance(value, torch.device) else value
+
+    with detect_fake_mode(inputs):
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, put), map_aggregate(node.kwargs, put)
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(put, node.meta["val"])
+        return [put(value) for value in inputs]
+
+
+@contextmanager
+def an_h100() -> Iterator[None]:
+    """Let Inductor find an H100 here."""
+    found, capability = staticmethod(lambda *_: SimpleNamespace(**H100)), staticmethod(lambda *_: 90)
+    asked = {"get_device_properties": found, "get_compute_capability": capability}
+    has_triton = patch("torch._inductor.scheduler.has_triton", lambda: True)
+    with patch.multiple(CudaInterface, **asked), has_triton:
+        yield
 
 
 def _tensors(values: Any) -> list[Tensor]:
