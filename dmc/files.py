@@ -79,6 +79,19 @@ def locked(file: Path, timeout: float = 0) -> Iterator[None]:
         lock.release()
 
 
+def append_line(path: Path, content: str) -> None:
+    """Append a line to a file, on the disk at once; a last line that a crash or a full disk has torn stays apart."""
+    line = content.encode() + b"\n"
+    with path.open("a+b") as file:
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @contextmanager
 def written_whole(path: Path, beside: Path | None = None) -> Iterator[Path]:
     """Yield a place to write a file or folder to, which gets the name `path` once it is complete; else it goes.

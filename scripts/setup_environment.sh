@@ -6,20 +6,24 @@
 TEST_EXTRAS=train,slurm,deepspeed,eval,serve,ray,gguf,dev # what the tests need
 
 setup_environment() {
-    local python=${PYTHON:-python3} stamp=.venv/.installed wanted installed build reason
+    local python=${PYTHON:-python3} stamp=.venv/.installed halfway=.venv/.halfway wanted installed build reason
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
         echo "error: $("$python" --version) is too old: Python >= 3.10 is needed (set PYTHON=/path/to/python)" >&2
         return 1
     }
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
-    installed=$(torch_build)
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
+    installed=$([ -e "$halfway" ] || torch_build)
     choose_torch "$installed" || return 1
     wanted="$1 $(cat pyproject.toml constraints.txt | cksum)"
     [ "$(cat "$stamp" 2>/dev/null) $installed" = "$wanted $build" ] && return 0
     echo "torch for $build: $reason" >&2
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
-    [ "$installed" = "$build" ] || { install_torch "$build" && rm -f "$stamp"; } || return 1
+    if [ "$installed" != "$build" ]; then
+        : >"$halfway" # stays where this is killed while pip copies; pip itself puts back what was there
+        install_torch "$build" || { rm -f "$halfway" && return 1; }
+        rm -f "$stamp" "$halfway"
+    fi
     pip_install -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
 }

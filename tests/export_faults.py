@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 
 
 def fill_disk(rank, on_rank):
@@ -68,3 +69,16 @@ def see_an_old_checkpoint(rank):
 
     if rank == 1:
         dmc.training.run.find_checkpoint = lambda folder, *_: saved_checkpoints(folder)[1]
+
+
+def write_slowly(rank, on_rank):
+    """Let one rank take a second for each checkpoint that it writes in the background."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    def write_data(self, *arguments):
+        time.sleep(1)
+        return plain(self, *arguments)
+
+    plain = HuggingFaceStorageWriter.write_data
+    if rank == on_rank:
+        HuggingFaceStorageWriter.write_data = write_data

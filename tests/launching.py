@@ -77,7 +77,7 @@ class Processes:
             for target in (process, *map(int, workers)):
                 os.kill(target, number)
 
-    def join(self, seconds=120, grace=20):
+    def join(self, seconds=300, grace=20):
         """Wait for the exit codes; kill what is left after `seconds`, or `grace` seconds after a failure."""
         deadline = time.monotonic() + seconds
         failed = False

@@ -12,6 +12,9 @@ PYTHON = """\
 #!/bin/bash
 case "$*" in
     *find_spec*) cat installed 2>/dev/null ;;
+    *"pip --version"*) [ ! -e no_pip ] || exit 1 ;;
+    *"-m venv"*) rm -f no_pip ;;
+    *"pip install"*torch==*) [ ! -e killed ] || kill -9 0 ;;&
     *"pip uninstall"*) rm -f installed ;;
     *"pip install"*torch==*) [ ! -e unreachable ] || exit 1 ;;&
     *"pip install"*constraints.txt*) [ ! -e incomplete ] || exit 1 ;;&
@@ -35,7 +38,7 @@ def project(tmp_path):
     return tmp_path
 
 
-def set_up(project, torch=None, gpu=False, extras="train"):
+def set_up(project, torch=None, gpu=False, extras="train", is_killed=False):
     """Set up; return the message, and whether anything was installed."""
     tools = project / "tools"
     tools.mkdir(exist_ok=True)
@@ -48,9 +51,10 @@ def set_up(project, torch=None, gpu=False, extras="train"):
     (project / "calls").unlink(missing_ok=True)
     done = subprocess.run(
         [str(tools / "bash"), "scripts/setup_environment.sh", extras], cwd=project, env=environment, timeout=30,
-        capture_output=True, text=True, check=False,
+        start_new_session=True, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode == 0) == (not done.stderr.startswith("error: ")), done.stderr
+    if not is_killed:
+        assert (done.returncode == 0) == (not done.stderr.startswith("error: ")), done.stderr
     return done.stderr, "pip install" in (project / "calls").read_text()
 
 
@@ -91,6 +95,19 @@ def test_a_build_that_cannot_be_fetched_leaves_the_one_that_is_there(project):
         set_up(project, "cuda")
     (project / "incomplete").unlink()
     assert set_up(project, "cuda")[1] and (project / "installed").read_text() == "cuda\n"
+
+
+def test_an_environment_that_was_killed_on_its_way_is_set_up_again(project):
+    set_up(project)
+    (project / "no_pip").touch()  # by a kill of `python -m venv`
+    assert set_up(project) == ("", False) and not (project / "no_pip").exists()
+    (project / "killed").touch()
+    set_up(project, "cuda", is_killed=True)
+    (project / "killed").unlink()
+    (project / "installed").write_text("cuda\n")  # a half of it
+    message, installs = set_up(project)
+    assert installs and message.startswith("torch for cpu: ") and (project / "installed").read_text() == "cpu\n"
+    assert set_up(project) == ("", False)
 
 
 def test_a_build_that_does_not_exist_is_refused(project):

@@ -17,6 +17,8 @@ from dmc.training.record import CONFIG_NAME
 
 CURVES_NAME = "curves.png"
 """Picture of a run's log, in its folder."""
+COLLECTED = ("text of the run", "training")
+"""Tasks of what is collected, of an exported model and along its training: rows of what is gone are not shown."""
 
 
 def collect(folder: Path) -> str:
@@ -29,7 +31,8 @@ def collect(folder: Path) -> str:
     store = Store(folder / "cells.jsonl")
     for row in rows:
         store.append(row)
-    tables = write_tables(store, folder)
+    keys = {row["key"] for row in rows} | {row["key"] for row in store.rows() if row["task"] not in COLLECTED}
+    tables = write_tables(store, folder, keys=keys)
     return f"{tables}\n\nnot finished: {', '.join(unfinished)}" if unfinished else tables
 
 
@@ -89,7 +92,7 @@ def _row_of(name: str, record: Mapping[str, Any]) -> Row:
     if compression is not None:
         figures |= {"learned": True, "requested_ratio": compression["target_ratio"]}
         figures["target_counts"] = compression.get("target_counts")
-    return new_row(name, FULL, "text of the run", {"model": {}, "task": {"split": split}}, **figures)
+    return new_row(name, FULL, COLLECTED[0], {"model": {}, "task": {"split": split}}, **figures)
 
 
 def _row_along(name: str, path: Path) -> Row:
@@ -101,7 +104,7 @@ def _row_along(name: str, path: Path) -> Row:
     figures: Row = {"achieved_ratio": float(1 / held[-1].mean()), "learned": True, "samples": 1}
     figures |= {"requested_ratio": round(figures["achieved_ratio"], 2), "head_ratios": (1 / held[-1]).tolist()}
     figures["by_step"] = places | {"compression_ratio": (1 / held.mean(-1)).tolist()}
-    return new_row(name, FULL, "training", {"model": {}, "task": {}}, **figures)
+    return new_row(name, FULL, COLLECTED[1], {"model": {}, "task": {}}, **figures)
 
 
 def main(settings: Any) -> None:

@@ -100,7 +100,7 @@ def run_quickstart(job: Quickstart, configs: Path) -> None:
         tell(number, f"train {name}: {config.output_dir}")
         final = train(config).final
     tell(steps, f"measure what each cache loses: {folder}")
-    grid = replace(job.grid, overwrite=not was_trained)
+    grid = replace(job.grid, overwrite=job.grid.overwrite or not was_trained)
     compare(grid, configs, load_with_tokenizer, only_this_grid=True)
     findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
     page = write_page(findings, folder / "report", job.title)

@@ -26,7 +26,6 @@ from dmc.results.compare import compare
 from dmc.results.equal_bytes import bytes_budget, share_of
 from dmc.results.grid import CompareConfig, EngineSettings, named_settings, plan_methods, plan_tasks
 from dmc.results.measurement import FULL
-from dmc.training.model_folder import is_final
 
 CONTROL = "control"
 """Name of the run that every other run of the same seed is compared with."""
@@ -105,11 +104,6 @@ class StudyRun:
         """Exported model."""
         return self.folder / "final"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the model of the last step is exported, with all of its weights."""
-        return is_final(self.final)
-
     def train(self, threads: int) -> bool:
         """Run `dmc train` and return whether it has finished."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -139,17 +133,16 @@ def _plan(config: StudyConfig, name: str, seed: int | None, arguments: Sequence[
 
 
 def train_runs(runs: Sequence[StudyRun], processes: int) -> list[StudyRun]:
-    """Train unfinished runs; a stopped run resumes.
+    """Train runs; a stopped one resumes, a finished one is reused if it has these settings and these weights.
 
     Args:
         runs: runs in the order of their start.
         processes: number of runs at the same time.
     Returns:
-        The runs that failed; their output is in `StudyRun.log`.
+        The runs that failed, or are others; their output is in `StudyRun.log`.
     """
-    waiting = [run for run in runs if not run.is_finished]
     threads = max(1, available_cores() // processes)
-    with ThreadPoolExecutor(processes) as pool, tqdm(total=len(waiting), unit="run", smoothing=0) as bar:
+    with ThreadPoolExecutor(processes) as pool, tqdm(total=len(runs), unit="run", smoothing=0) as bar:
 
         def train(run: StudyRun) -> bool:
             finished = run.train(threads)
@@ -157,7 +150,7 @@ def train_runs(runs: Sequence[StudyRun], processes: int) -> list[StudyRun]:
             bar.update()
             return finished
 
-        return [run for run, finished in zip(waiting, pool.map(train, waiting), strict=True) if not finished]
+        return [run for run, finished in zip(runs, pool.map(train, runs), strict=True) if not finished]
 
 
 def check_measurements(config: StudyConfig, configs: Path) -> None:
@@ -231,7 +224,7 @@ def run_study(config: StudyConfig, configs: Path) -> str | None:
     runs = plan_runs(config)
     failed = train_runs(runs, config.processes)
     try:
-        print(evaluate_runs(config, [run for run in runs if run.is_finished], configs))
+        print(evaluate_runs(config, [run for run in runs if run not in failed], configs))
     finally:
         if names := [f"{run.label} ({run.log})" for run in failed]:
             print(f"failed: {', '.join(names)}", file=sys.stderr)

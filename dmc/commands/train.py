@@ -14,7 +14,7 @@ from dmc.config.command_line import INPUT_ERRORS
 from dmc.training.config import PlanConfig, run_config
 
 EXIT_CRASHED = 70
-"""Exit code after a failure of the machine, as of a GPU, of NCCL or for want of memory: another start may go on."""
+"""Exit code after a failure of a GPU, of NCCL or the network, or for want of memory: another start may go on."""
 
 
 def main(settings: Any) -> None:
@@ -39,8 +39,8 @@ def main(settings: Any) -> None:
     except PreemptedError as stop:
         print(stop)
         sys.exit(EXIT_PREEMPTED)
-    except (RuntimeError, MemoryError) as error:  # what torch raises
-        if isinstance(error, INPUT_ERRORS) or is_sweep:
+    except (RuntimeError, MemoryError, ConnectionError) as error:  # of torch, and of text that streams from the hub
+        if is_sweep or (isinstance(error, INPUT_ERRORS) and not isinstance(error, ConnectionError)):
             raise
         traceback.print_exc()
         sys.exit(EXIT_CRASHED)

@@ -190,7 +190,7 @@ def _row(
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
     described = {"path": path, "shape": None if path else config.shape, "dtype": config.dtype}
     settings = {"model": described, "policy": {"ratio": memory["requested_ratio"]}}
-    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
+    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed, "dtype": config.dtype}
     model = "random weights" if path is None else "/".join(Path(path).parts[-2:])
     return new_row(model, name, "speed", settings, metrics=metrics, coordinates=place, **memory)
 

@@ -173,6 +173,8 @@ class Cell:
         settings = {"model": model.row_settings, "policy": policy, **task.row_settings}
         if self.same_bytes_as is not None:
             settings["budget"] = {"bytes_of": self.same_bytes_as.model.row_settings}
+        if self.answers_of is not None:
+            settings["answers"] = self.answers_of.model.row_settings
         # how many samples run at the same time, and in how much memory, changes no result
         engine = {name: value for name, value in asdict(config.engine).items() if name not in BATCHING}
         return task.task.row(task.name) | {
@@ -335,7 +337,9 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
         asked |= {f"{name}:{question}": settings | {"question": question} for question in both} or {name: settings}
     found = []
     for name, settings in asked.items():
-        task: Task = instantiate(settings, f"tasks.{name}")
+        task: Any = instantiate(settings, f"tasks.{name}")
+        if "seed" not in settings and hasattr(task, "seed"):
+            task = replace(task, seed=config.seed)
         for source in vars(task).values():
             if isinstance(source, DocumentSource):
                 source.check()

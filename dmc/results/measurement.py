@@ -120,9 +120,9 @@ def key_of(model: str, policy: str, budget: str | None, task: str, seed: int) ->
 
 
 def settings_of_task(row: Row) -> dict[str, Any]:
-    """Return all settings of a row but those of its model, policy and budget."""
+    """Return all settings of a row but those of its model, policy and budget, and of the model that answered."""
     settings = row.get("settings") or {}
-    return {name: value for name, value in settings.items() if name not in ("model", "policy", "budget")}
+    return {name: value for name, value in settings.items() if name not in ("model", "policy", "budget", "answers")}
 
 
 def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **figures: Any) -> Row:

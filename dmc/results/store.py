@@ -16,7 +16,7 @@ from typing import Any
 import pandas
 from filelock import FileLock
 
-from dmc.files import flattened, written_whole
+from dmc.files import append_line, flattened, written_whole
 from dmc.results.measurement import DONE, NOT_FINITE, Row, settings_of_task, to_frame
 
 logger = logging.getLogger(__name__)
@@ -55,16 +55,9 @@ class Store:
         Raises:
             OSError: the row could not be written (the disk is full).
         """
-        line = json.dumps(row).encode() + b"\n"
         try:
-            with FileLock(self.path.with_name(f".{self.path.name}.lock")), self.path.open("a+b") as file:
-                if size := file.seek(0, os.SEEK_END):
-                    file.seek(size - 1)
-                    if file.read(1) != b"\n":
-                        line = b"\n" + line  # a line that a crash has torn must not swallow this one
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            with FileLock(self.path.with_name(f".{self.path.name}.lock")):
+                append_line(self.path, json.dumps(row))
         except OSError as error:
             raise type(error)(error.errno, f"{error.strerror}, its cell runs again", str(self.path)) from error
 

@@ -251,7 +251,7 @@ def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
 def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
     """Make one line of each row of a speed benchmark, its metrics as columns, and `gain` over the baseline.
 
-    The baseline is `generate()` of transformers at the same batch size in the same run, else the first decoder.
+    The baseline is `generate()` of transformers with the same model, settings and batch size, else the first decoder.
     """
     of_speed = frame[frame["by"].isin(SPEEDS)]
     if of_speed.empty:
@@ -260,7 +260,8 @@ def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
     lines = of_speed.drop_duplicates("key").drop(columns=["metric", "value", "method"]).join(metrics, on="key")
     lines = lines.assign(method=lines["policy"], gain=float("nan"))
     if "tokens_per_second" in lines:
-        for _, same in lines.groupby(["task", "length", "batch", "folder"], sort=False, dropna=False):
+        alike = ["model", "task", "task_key", "length", "batch", "folder"]
+        for _, same in lines.groupby(alike, sort=False, dropna=False):
             plain = same[~same["policy"].str.startswith("engine")]
             yardstick = (plain if len(plain) else same)["tokens_per_second"].iloc[0]
             lines.loc[same.index, "gain"] = same["tokens_per_second"] / yardstick
@@ -272,6 +273,7 @@ def speed_table(speeds: pandas.DataFrame) -> pandas.DataFrame:
     """Format lines of `speeds_of`."""
     columns: Columns = {
         "decoder": ("policy", ""),
+        "model": lambda line: line["model"] if speeds["model"].nunique() > 1 else "",
         "setting": lambda line: line["task"] if speeds["task"].nunique() > 1 else "",
         "prompt tokens": ("length", ",.0f"), "batch": ("batch", ".0f"), "achieved CR": ("achieved_ratio", ".2f"),
         "first token (s)": ("first_token_seconds", ".2f"), "ms/token": ("milliseconds", ".1f"),

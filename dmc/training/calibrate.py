@@ -113,6 +113,7 @@ def _next_offset(passes: Sequence[_Pass], best: _Pass, target: float) -> float:
         if not across:
             slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
     offset = best.histogram.offset_for(share_at(best.offset) + (target - best.share) / slope)
-    if across and not min(best.offset, other.offset) < offset < max(best.offset, other.offset):
+    is_same = share_at(offset) == share_at(best.offset)  # as on whichever side of the best one rounding has put it
+    if across and not is_same and not min(best.offset, other.offset) < offset < max(best.offset, other.offset):
         return (best.offset + other.offset) / 2
     return offset

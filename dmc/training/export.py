@@ -55,11 +55,11 @@ from dmc.training.model_folder import (
     push,
     write_generation_config,
 )
-from dmc.training.record import read_foreign_config
+from dmc.training.record import check_same_text, read_foreign_config
 from dmc.training.run_base import base_of
 from dmc.training.stages import Plan
 from dmc.training.strategies import Parallelism
-from dmc.training.text_data import TextData, build_tokenizer
+from dmc.training.text_data import TextData, build_tokenizer, tokenizer_digests
 
 FINAL_NAME = "final"
 """Folder of a run's model after its last step."""
@@ -118,6 +118,7 @@ def export_checkpoint(
     config = dataclasses.replace(config, training=training)
     as_run = target_ratio is None and not overrides and not use_previous_checkpoint
     target_ratio = config.target_ratio if target_ratio is None else _reachable(target_ratio, config)
+    check_same_text(run_folder, tokenizer_digests(config))
     tokenizer = build_tokenizer(config)
     exporter = Exporter(config, TextData(config, tokenizer, total_steps=1), tokenizer, Parallelism(config), merge=merge)
     final = run_folder / FINAL_NAME
@@ -246,6 +247,7 @@ class Exporter(AfterStep):
             )
 
         if strategy is not None:
+            strategy.saver.wait()  # a checkpoint on its way communicates in the same group
             write()
         else:
             Ranks.world().run_on_first(f"export {self._num_written} to {folder}", write)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmc.config import build_config
-from dmc.files import flattened, read_mapping, written_whole
+from dmc.files import append_line, flattened, read_mapping, written_whole
 from dmc.results.provenance import installed_packages, provenance, slurm_job
 from dmc.training.checkpoints import read_header
 from dmc.training.config import RunConfig
@@ -67,7 +67,7 @@ def check_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None) -> None:
-    """Check that a run resumes with the text and the weights that it began with.
+    """Check that a run goes on, or is exported, with the text and the weights that it began with.
 
     Args:
         folder: folder of the run.
@@ -84,7 +84,7 @@ def check_same_text(folder: Path, text: dict[str, str], base: Path | None = None
         what = "text" if changed[0].startswith("data.") else "weights"
         raise ValueError(
             f"{changed[0]} has changed since the run in {base or folder} began, which would go on with other {what}: "
-            "put back what it was, or choose another output_dir"
+            "put back what it was, or begin another run (output_dir)"
         )
 
 
@@ -205,8 +205,7 @@ def record_start(folder: Path, step: int) -> None:
     """Record a start of the run after `step` optimizer steps."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     line = json.dumps({"step": step, "time": now, **provenance(), "slurm": slurm_job()})
-    with (folder / STARTS_NAME).open("a") as file:
-        file.write(line + "\n")
+    append_line(folder / STARTS_NAME, line)
     (folder / PACKAGES_NAME).write_text("\n".join(installed_packages()) + "\n")
 
 

@@ -143,28 +143,45 @@ def _check_numbers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def text_digests(config: RunConfig) -> dict[str, str]:
-    """Return hashes of the training text by setting's name, from samples of each source.
+    """Return hashes of the text of a run, and of its tokenizer's files, by setting's name.
+
+    Raises:
+        ValueError, OSError: see `_source_digests`.
+    """
+    return _source_digests(config, "train") | _source_digests(config, "validation") | tokenizer_digests(config)
+
+
+def tokenizer_digests(config: RunConfig) -> dict[str, str]:
+    """Return hashes of what a run's tokenizer comes from by setting's name: its files, or the text it is trained on.
+
+    Raises:
+        ValueError, OSError: see `_source_digests`.
+    """
+    path = tokenizer_path(config)
+    if path is None:
+        return _source_digests(config, "train")
+    if not (folder := Path(path)).is_dir():
+        return {}
+    files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
+    return {"data.tokenizer": files_digest(sorted(files))}
+
+
+def _source_digests(config: RunConfig, split: str) -> dict[str, str]:
+    """Return hashes of a split's text by setting's name, from samples of each source.
 
     That of text on the hub is taken once, when it is prepared or first read.
 
     Raises:
         ValueError, OSError: a source is missing, or has no text.
     """
-    data = config.data
     found = {}
-    for split in ("train", "validation"):
-        for name, settings in getattr(data, split).items():
-            source = instantiate(settings, f"data.{split}.{name}")
-            key = f"data.{split}.{name}"
-            if source.is_remote:
-                file = Path(data.cache_folder) / "hub" / json_digest(source.description())
-                found[key] = once(file, source.digest)
-            else:
-                found[key] = source.digest()
-    path = tokenizer_path(config)
-    if path is not None and (folder := Path(path)).is_dir():
-        files = [path for path in folder.iterdir() if path.is_file() and _TOKENIZER.match(path.name)]
-        found["data.tokenizer"] = files_digest(sorted(files))
+    for name, settings in getattr(config.data, split).items():
+        source = instantiate(settings, key := f"data.{split}.{name}")
+        if source.is_remote:
+            file = Path(config.data.cache_folder) / "hub" / json_digest(source.description())
+            found[key] = once(file, source.digest)
+        else:
+            found[key] = source.digest()
     return found
 
 

@@ -1,6 +1,7 @@
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from composing import settings_of
@@ -134,6 +135,23 @@ def test_a_model_of_your_own_is_compared_in_its_place(folder, monkeypatch):
         "base": ("mine", "float32"),
         "gates": ("there/final", "float32"),
     }
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_measurements_are_done_again_after_a_training_or_on_request(given, is_finished, folder, monkeypatch):
+    _, job = planned(monkeypatch, "model=mine", "--compare", f"overwrite={given}")
+    monkeypatch.undo()
+    monkeypatch.setattr(quickstart, "is_final", lambda final: is_finished)
+    monkeypatch.setattr(quickstart, "train", lambda config: SimpleNamespace(final=folder))
+
+    def compare(grid, *_, **__):
+        assert grid.overwrite == (given or not is_finished)
+        raise InterruptedError
+
+    monkeypatch.setattr(quickstart, "compare", compare)
+    with pytest.raises(InterruptedError):
+        quickstart.run_quickstart(job, folder)
 
 
 def test_another_base_is_refused(folder):

@@ -1,6 +1,8 @@
 """What a study trains, and what it refuses; its table is that of every comparison."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 from composing import CONFIGS
@@ -64,6 +66,29 @@ def test_what_could_not_be_measured_is_refused_before_anything_is_trained(change
     assert not (tmp_path / "out").exists()
 
 
+def test_finished_runs_are_checked_too_and_those_that_are_others_are_in_no_table(tmp_path, monkeypatch, capsys):
+    started, others, measured = [], [], []
+
+    def start(command, **_):
+        folder = next(word.removeprefix("output_dir=") for word in command if word.startswith("output_dir="))
+        started.append(folder.rpartition("/")[2])
+        return subprocess.CompletedProcess(command, int(started[-1] in others))
+
+    monkeypatch.setattr(subprocess, "run", start)
+    evaluate = "dmc.commands.study.evaluate_runs"
+    monkeypatch.setattr(evaluate, lambda config, runs, configs: measured.append([run.label for run in runs]))
+    config = StudyConfig(**SETTINGS | {"tasks": ["recall"], "output": str(tmp_path)})
+    names = ["control-s3", "merge-s3", "control-s5", "merge-s5"]
+    for name in ("base", *names):
+        export(tmp_path / name / "final", 4.0, 2.0)
+    assert run_study(config, CONFIGS) is None and started == ["base", *names] and measured == [names]
+    others.append("control-s5")
+    assert run_study(config, CONFIGS) == "error: 1 trainings failed" and measured[1] == [*names[:2], names[3]]
+    assert f"failed: control-s5 ({tmp_path}/control-s5.log)" in capsys.readouterr().err
+    others.append("base")
+    assert run_study(config, CONFIGS) == f"error: base failed, see {tmp_path}/base.log" and len(measured) == 2
+
+
 def test_a_question_may_be_known_and_hidden(tmp_path):
     task = {"name": "asked", "like": "needle", "question": "both"}
     check_measurements(StudyConfig(**SETTINGS | {"tasks": [task], "budgets": ["bytes"]}), CONFIGS)
@@ -103,6 +128,10 @@ def test_every_exported_model_of_a_sweep_is_in_one_table(tmp_path, capsys):
     assert "| cr8/final, learned | CR 8 | 7.88 | 2.5000 |" in shown and "not finished: cr4" in shown
     assert "nan" not in shown and (sweep / "table.md").read_text().strip() in shown
     assert (sweep / "results.csv").is_file()
+    shutil.rmtree(sweep / "cr8" / "final")  # to be trained again
+    assert run_script("collect.py", f"folder={sweep}") == ""
+    shown = capsys.readouterr().out
+    assert "cr8/final" not in shown and "| cr8/cr3, learned |" in shown and "not finished: cr4, cr8" in shown
 
 
 def test_a_folder_without_runs_says_so(tmp_path):

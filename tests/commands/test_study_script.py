@@ -48,6 +48,11 @@ def test_a_study_is_trained_measured_and_goes_on(tmp_path, monkeypatch, capsys):
     assert (study / "compare" / "table.md").read_text().strip() in shown
     assert not run_script("study.py", *settings_file)
     assert capsys.readouterr().out == shown
+    settings["runs"]["merge"].append("training.learning_rate=1e-4")
+    (tmp_path / "study.yaml").write_text(json.dumps(settings))
+    assert run_script("study.py", *settings_file) == "error: 1 trainings failed"
+    assert "merge" not in capsys.readouterr().out
+    assert "holds a run with other settings (training.learning_rate" in (study / "merge-s0.log").read_text()
     cells = [json.loads(line) for line in (study / "compare" / "cells.jsonl").read_text().splitlines()]
     assert len(cells) == 3
     assert [cell["reference"] for cell in cells if cell["model"] == "merge-s0"] == ["control"]

@@ -1,5 +1,7 @@
 """Agreement with the full cache's answers, which its cell gives first."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,14 @@ def test_without_a_full_cache_nothing_starts(make_config, folders):
     ):
         with pytest.raises(ValueError, match=f"agreement needs the full cache of {whose}: add full to policies"):
             plan_grid(make_config(models=models, tasks=[TASK], policies=policies, budgets=[4]), CONFIGS)
+
+
+def test_gates_that_were_scored_on_the_answers_of_another_model_are_not_finished(make_config, folders, tmp_path):
+    for name in ("one", "other"):
+        shutil.copytree(folders.stock, tmp_path / name)
+    models = {name: str(tmp_path / name) for name in ("one", "other")} | {"small": str(folders.compressed)}
+    config = make_config(models=models, tasks=[TASK], policies=["full"], budgets=[], reference="one")
+    rows, _ = run_grid(config)
+    assert len({row["samples_key"] for row in rows.values()}) == 1
+    with pytest.raises(ValueError, match=r"has small/.* with answers\.path=.*one, not .*other: give overwrite=true"):
+        run_grid(replace(config, reference="other"))

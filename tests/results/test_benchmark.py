@@ -6,9 +6,9 @@ from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, run_benchmark
-from dmc.results.measurement import to_frame
+from dmc.results.measurement import new_row, to_frame
 from dmc.results.store import Store
-from dmc.results.tables import format_tables
+from dmc.results.tables import format_tables, write_tables
 
 SHAPE = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -81,3 +81,18 @@ def test_the_script_stores_rows_and_table(tmp_path, capsys):
     assert printed.strip() in capsys.readouterr().out and len(printed.splitlines()) == 14
     assert len(Store(tmp_path / "out" / "cells.jsonl").rows()) == 12
     assert "ratios[0]=0.5: expected greater than or equal to 1" in run_script(*command, "ratios=[0.5]")
+
+
+def test_speeds_of_other_models_and_settings_are_not_divided_by_each_other(tmp_path):
+    store = Store(tmp_path / "cells.jsonl")
+    measured = ("A", "float32", 10.0, 30.0), ("A", "bfloat16", 40.0, 60.0), ("B", "float32", 100.0, 200.0)
+    for model, dtype, *speeds in measured:
+        for policy, speed in zip(("hugging face, static cache", "engine"), speeds, strict=True):
+            figures = {"metrics": {"tokens_per_second": speed, "token_seconds": 1 / speed}, "achieved_ratio": 1.0}
+            settings = {"model": {"dtype": dtype}, "task": {"dtype": dtype}}
+            store.append(new_row(model, policy, "speed", settings, coordinates={"batch": 1, "length": 8}, **figures))
+    lines = [line.split(" | ") for line in write_tables(store, tmp_path).splitlines()[2:]]
+    gains = {"A (dtype=float32)": ["1.00", "3.00"], "A (dtype=bfloat16)": ["1.00", "1.50"], "B": ["1.00", "2.00"]}
+    assert [(line[1], line[-1].removesuffix(" |")) for line in lines] == [
+        (model, gain) for model, given in gains.items() for gain in given
+    ]

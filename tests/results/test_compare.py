@@ -88,6 +88,13 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folde
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
+def test_tasks_without_a_seed_have_that_of_the_grid(make_config, folders):
+    tasks = ["needle", {"name": "own", "like": "needle", "seed": 3}, "text_loss"]
+    config = make_config(models={"base": str(folders.stock)}, policies=["full"], budgets=[], tasks=tasks, seed=7)
+    found = [cell.row["settings"]["task"].get("seed") for cell in plan_grid(config, CONFIGS)]
+    assert found == [7, 3, None]
+
+
 def test_a_row_tells_quality_and_memory(make_config, folders):
     models = {"base": str(folders.stock), "small": str(folders.compressed)}
     rows = run(make_config(models=models, policies=["full", KEEP], budgets=["tokens:8"]), Workshop())

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import dmc.training.export
 from dmc import load_model
 from dmc.config import build_config
 from dmc.training.config import RunConfig
-from dmc.training.export import export
+from dmc.training.export import export, export_checkpoint
 from dmc.training.model_folder import ModelCard, check_push, push
 from dmc.training.run import train
+from dmc.training.text_data import build_tokenizer
 
 CARD = ModelCard("tiny", "base", "made-up text", {"loss": 1.25})
 
@@ -124,3 +126,26 @@ def test_training_goes_on_after_a_snapshot_as_without_one(run_values, tmp_path):
         losses.append(logged_losses(train(build_config(RunConfig, run_values)).folder))
     assert (tmp_path / "snapshots1" / "snapshots" / "cr2" / "config.json").is_file()
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_tokenizer_that_has_changed_since_the_run_is_not_exported(is_trained, run_values, corpus, tmp_path):
+    shutil.copytree(corpus / "train", tmp_path / "text")
+    run_values["data"]["train"]["text"]["name"] = str(tmp_path / "text")
+    run_values["data"]["tokenizer"]["folder"] = str(folder := tmp_path / "tokenizer")
+    if not is_trained:
+        build_tokenizer(build_config(RunConfig, run_values))
+        run_values["data"]["tokenizer"] = {"path": str(folder)}
+    run_values["training"]["stages"] = {"retrofit": {"length": "1 steps"}}
+    run = train(build_config(RunConfig, run_values))
+    content = (folder / "tokenizer.json").read_text()
+    changed = tmp_path / "text" / "000.txt" if is_trained else folder / "tokenizer.json"
+    plain = changed.read_text()
+    changed.write_text(plain.replace("line", "verse") if is_trained else plain.replace("a", "b"))
+    name = "data.train.text" if is_trained else "data.tokenizer"
+    with pytest.raises(ValueError, match=rf"^{name} has changed since the run in {run.folder} began"):
+        export_checkpoint(run.folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and (not is_trained or (folder / "tokenizer.json").read_text() == content)
+    changed.write_text(plain)
+    exported = export_checkpoint(run.folder, tmp_path / "out")
+    assert (exported / "tokenizer.json").read_text() == (run.final / "tokenizer.json").read_text()

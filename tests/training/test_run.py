@@ -7,7 +7,6 @@ import torch
 from launching import Ranks, count_scored, logged_losses, note_positions
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from dmc.commands.study import StudyRun
 from dmc.compression import GateMode, GateTrace
 from dmc.config import build_config
 from dmc.models import CompressedCausalLM, load_model
@@ -16,6 +15,7 @@ from dmc.training.config import RunConfig
 from dmc.training.export import Exporter, choose_device, export_checkpoint
 from dmc.training.measure import score_text
 from dmc.training.micro_batches import host_batch
+from dmc.training.model_folder import is_final
 from dmc.training.module import RetrofitModule, noise_seeds
 from dmc.training.optimizer_step import OptimizerStep
 from dmc.training.record import read_config, record_run
@@ -67,13 +67,12 @@ def test_export_of_an_unfinished_run_does_not_finish_it(run_values):
         with pytest.raises(PreemptedError, match="after step 3 of 8"):
             train(config)
     export_checkpoint(folder, folder / "final")
-    study_run = StudyRun("run", None, folder, ())
-    assert not study_run.is_finished
+    assert not is_final(folder / "final")
     run = train(config)
     assert sorted(logged_losses(folder)) == list(range(8))
     metrics = run.metrics(run.final)
     assert (metrics["steps"], metrics["planned_steps"]) == (8, 8)
-    assert study_run.is_finished and run.is_finished
+    assert is_final(run.final) and run.is_finished
 
 
 def test_what_is_measured_may_change_so_that_any_run_can_be_exported(run_config, run_values, tmp_path):

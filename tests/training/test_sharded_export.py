@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_faults import fail_to_complete, fail_to_describe, fail_to_join, fill_disk, kill_while_writing
+from export_faults import fail_to_complete, fail_to_describe, fail_to_join, fill_disk, kill_while_writing, write_slowly
 from launching import Ranks, train_ranks
 
 from dmc.files import replacement
@@ -71,3 +71,13 @@ def test_an_export_that_fails_on_one_rank_ends_on_all_and_is_made_up_for_by_the_
     assert sorted(path.name for path in run.glob(".final*")) == []
     starts = [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()]
     assert starts == [0] + len(faults) * [1]  # nothing is trained twice
+
+
+def test_a_snapshot_waits_for_the_checkpoint_before_it(sharded, tmp_path):
+    sharded["training"] |= {"stages": {"retrofit": {"length": "4 steps"}}, "snapshot_ratios": [2.5]}
+    sharded["training"] |= {"checkpoint_every_steps": 1}
+    with Ranks(sharded, 2, tmp_path / "log", partial(write_slowly, on_rank=1)) as ranks:
+        assert ranks.join() == [0, 0], (tmp_path / "log").read_text()[-4000:]
+    run = Path(sharded["output_dir"])
+    assert load_model(run / "snapshots" / "cr2.5").compression.target_ratio == 2.5
+    assert load_model(run / "final").compression.target_ratio == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from dmc.files import append_line
 from dmc.ranks import Ranks
 from dmc.training.after_step import AfterStep
 from dmc.training.measure import TextScore, score_text
@@ -22,6 +24,9 @@ RATIOS_NAME = "ratios.jsonl"
 """One line per validation: the step, and the share of its tokens each head holds, layer by layer."""
 MOST_NUMBERS = 128
 """Cells up to which each has its value written into it."""
+
+
+_logger = logging.getLogger(__name__)
 
 
 class Validation(AfterStep):
@@ -75,14 +80,21 @@ class Validation(AfterStep):
 
 def append_ratios(path: Path, step: int, held: Tensor) -> None:
     """Append the shares held after a step, [L, H], to a file that persists over restarts."""
-    with path.open("ab", buffering=0) as file:  # in one piece, whenever the run is killed
-        file.write((json.dumps({"step": step, "held": held.tolist()}) + "\n").encode())
+    append_line(path, json.dumps({"step": step, "held": held.tolist()}))
 
 
 def read_ratios(path: Path) -> tuple[list[int], Tensor]:
-    """Return the steps in order and the shares held after each, [S, L, H]; for repeated steps the later values."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    held = {row["step"]: torch.tensor(row["held"]) for row in rows}
+    """Return the steps in order and the shares held after each, [S, L, H]; for repeated steps the later values.
+
+    Lines that a crash or a full disk has torn are left out, with a warning.
+    """
+    held = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            held[row["step"]] = torch.tensor(row["held"])
+        except (ValueError, LookupError, TypeError):
+            _logger.warning("%s, line %d is damaged: it is left out", path, number)
     steps = sorted(held)
     return steps, torch.stack([held[step] for step in steps])
 

@@ -48,3 +48,14 @@ def test_long_histories_of_large_models_are_drawn(tmp_path):
     draw_heatmap(1 / held.mean(-1).T, path, "CR of each layer", "training step", range(0, 3000, 10))
     assert path.stat().st_size > 10_000
     assert Path(path).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_line_that_was_torn_stops_no_run(tmp_path, caplog):
+    path = tmp_path / RATIOS_NAME
+    append_ratios(path, 4, torch.full((3, 2), 0.9))
+    with path.open("a") as file:
+        file.write('{"step": 8, "held": [[0.')  # by a full disk
+    append_ratios(path, 8, torch.full((3, 2), 0.8))
+    steps, held = read_ratios(path)
+    assert steps == [4, 8] and held.shape == (2, 3, 2)
+    assert f"{path}, line 2 is damaged" in caplog.text
