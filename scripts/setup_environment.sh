@@ -20,8 +20,8 @@ setup_environment() {
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
     if [ "$installed" != "$build" ]; then
-        : >"$halfway" # stays where this is killed while pip copies; pip itself puts back what was there
-        install_torch "$build" || { rm -f "$halfway" && return 1; }
+        : >"$halfway" # stays where this or pip is killed while it copies; else pip puts back what was there
+        install_torch "$build" || { [ $? -gt 128 ] || rm -f "$halfway"; return 1; }
         rm -f "$stamp" "$halfway"
     fi
     pip_install -c constraints.txt -e ".[$1]"
@@ -80,10 +80,11 @@ install_torch() {
 }
 
 # pip_install ARGUMENTS: pip install into .venv; what pip says goes to .venv/install.log, whose end is shown if it fails.
+# It returns what pip did: more than 128 if it was killed.
 pip_install() (
     set -o pipefail
     .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 | tee .venv/install.log \
-        | show_packages || { tail -n 20 .venv/install.log >&2 && return 1; }
+        | show_packages || { local status=$? && tail -n 20 .venv/install.log >&2 && return $status; }
 )
 
 # show_packages: of pip's words, how many packages it has found and which is on its way, in one line on a terminal.

@@ -14,7 +14,7 @@ case "$*" in
     *find_spec*) cat installed 2>/dev/null ;;
     *"pip --version"*) [ ! -e no_pip ] || exit 1 ;;
     *"-m venv"*) rm -f no_pip ;;
-    *"pip install"*torch==*) [ ! -e killed ] || kill -9 0 ;;&
+    *"pip install"*torch==*) [ ! -e killed ] || . ./killed ;;&
     *"pip uninstall"*) rm -f installed ;;
     *"pip install"*torch==*) [ ! -e unreachable ] || exit 1 ;;&
     *"pip install"*constraints.txt*) [ ! -e incomplete ] || exit 1 ;;&
@@ -97,14 +97,15 @@ def test_a_build_that_cannot_be_fetched_leaves_the_one_that_is_there(project):
     assert set_up(project, "cuda")[1] and (project / "installed").read_text() == "cuda\n"
 
 
-def test_an_environment_that_was_killed_on_its_way_is_set_up_again(project):
+@pytest.mark.parametrize("who", ["0", "$$"], ids=["all", "pip"])
+def test_an_environment_that_was_killed_on_its_way_is_set_up_again(project, who):
     set_up(project)
     (project / "no_pip").touch()  # by a kill of `python -m venv`
     assert set_up(project) == ("", False) and not (project / "no_pip").exists()
-    (project / "killed").touch()
+    (project / "killed").write_text(f"echo cuda >installed; kill -9 {who}\n")  # half of it is copied
     set_up(project, "cuda", is_killed=True)
     (project / "killed").unlink()
-    (project / "installed").write_text("cuda\n")  # a half of it
+    assert (project / "installed").read_text() == "cuda\n"
     message, installs = set_up(project)
     assert installs and message.startswith("torch for cpu: ") and (project / "installed").read_text() == "cpu\n"
     assert set_up(project) == ("", False)

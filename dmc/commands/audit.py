@@ -267,11 +267,9 @@ def measure_speeds(settings: SpeedSettings, cells: Sequence[Cell], rows: Sequenc
         prompts = random_prompts(models[cell.model.name], settings.batch_size, config)
         name = f"engine: {row['method']}" + ("" if cell.method.budget_name is None else f" at CR {ratio:.3g}")
         policy = cell.method.build(ratio)
-        decoders.append(
-            EngineDecoder(models[cell.model.name], ratio, prompts, config, policy, name=name, path=model.path)
-        )
+        decoders.append(EngineDecoder(models[cell.model.name], ratio, prompts, config, policy, name))
     if decoders:
-        yield from time_interleaved(decoders, settings.batch_size, config)
+        yield from time_interleaved(decoders, settings.batch_size)
 
 
 def main(settings: Any) -> None:

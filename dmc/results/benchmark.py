@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import StaticCache
 
 from dmc.config.settings import Count, NonNegative, OutputFolder, Ratio, checked_dataclass
+from dmc.files import json_digest
 from dmc.gguf import ModelName
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
@@ -65,9 +66,15 @@ class EngineDecoder:
     """The engine, with the full cache (ratio 1, the stock model), or gates or a policy at a ratio."""
 
     def __init__(
-        self, model: Any, ratio: float, prompts: Tensor, config: BenchmarkConfig, policy: Any = None, **named: str
+        self,
+        model: Any,
+        ratio: float,
+        prompts: Tensor,
+        config: BenchmarkConfig,
+        policy: Any = None,
+        name: str | None = None,
     ) -> None:
-        self.name, self.path = named.get("name", f"engine CR {ratio:g}"), named.get("path", config.model)
+        self.name, self.config = name or f"engine CR {ratio:g}", config
         self.ratio, self._prompts = ratio, prompts.tolist()
         as_served = {"compile": "auto", "cuda_graphs": "auto"}
         self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK, policy=policy, **as_served)
@@ -108,7 +115,7 @@ class HuggingFaceDecoder:
     name, ratio = "hugging face, static cache", 1.0
 
     def __init__(self, model: Any, prompts: Tensor, config: BenchmarkConfig) -> None:
-        self._model, self._tokens, self.path = model, prompts, config.model
+        self._model, self._tokens, self.config = model, prompts, config
         self._cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + config.new_tokens + 2)
 
     @torch.no_grad()
@@ -177,22 +184,23 @@ def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any 
         decoders: list[Any] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
         if plain is not None:
             decoders.append(HuggingFaceDecoder(plain, prompts, config))
-        yield from time_interleaved(decoders, batch_size, config)
+        yield from time_interleaved(decoders, batch_size)
     for ratio in config.ratios if config.memory is not None else ():
         metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
         place, name = {"memory": config.memory}, f"engine CR {ratio:g}"
-        yield _row(config, config.model, name, metrics, place, requested_ratio=ratio, achieved_ratio=None)
+        yield _row(config, name, {"metrics": metrics, "coordinates": place}, requested_ratio=ratio, achieved_ratio=None)
 
 
-def _row(
-    config: BenchmarkConfig, path: str | None, name: str, metrics: dict[str, Any], place: dict[str, Any], **memory: Any
-) -> Row:
+def _row(config: BenchmarkConfig, name: str, measured: dict[str, Any], turns: str | None = None, **memory: Any) -> Row:
     task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
-    described = {"path": path, "shape": None if path else config.shape, "dtype": config.dtype}
-    settings = {"model": described, "policy": {"ratio": memory["requested_ratio"]}}
-    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed, "dtype": config.dtype}
-    model = "random weights" if path is None else "/".join(Path(path).parts[-2:])
-    return new_row(model, name, "speed", settings, metrics=metrics, coordinates=place, **memory)
+    settings = {"model": _described(config), "policy": {"ratio": memory["requested_ratio"]}, "turns": turns}
+    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
+    model = "random weights" if config.model is None else "/".join(Path(config.model).parts[-2:])
+    return new_row(model, name, "speed", settings, **measured, **memory)
+
+
+def _described(config: BenchmarkConfig) -> dict[str, Any]:
+    return {"path": config.model, "shape": None if config.model else config.shape, "dtype": config.dtype}
 
 
 def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tensor:
@@ -207,8 +215,18 @@ def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options:
     return Engine(model, block_size=config.block_size, kernels=config.kernels, max_batch_size=batch_size, **options)
 
 
-def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConfig) -> Iterator[Row]:
-    """Prefill every decoder, then let them decode in turns; yield a row for each."""
+def time_interleaved(decoders: list[Any], batch_size: int) -> Iterator[Row]:
+    """Prefill every decoder, then let them decode in turns; yield a row for each.
+
+    Args:
+        decoders: of one or several models, with the same lengths and rounds in `config`.
+        batch_size: number of their prompts.
+    Yields:
+        Rows for a `Store`. Those of one call have the same `turns` in their settings, a digest of who took part.
+    """
+    config = decoders[0].config
+    who = [[decoder.name, _described(decoder.config)] for decoder in decoders]
+    turns = json_digest(who)[:8]
     for decoder in decoders:
         if torch.cuda.is_available() and isinstance(decoder, EngineDecoder):
             decoder.warm_up()
@@ -224,7 +242,8 @@ def time_interleaved(decoders: list[Any], batch_size: int, config: BenchmarkConf
         step, (allocated, achieved) = statistics.median(step_times), decoder.memory()
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
         memory = {"requested_ratio": decoder.ratio, "achieved_ratio": achieved, "peak_bytes_allocated": allocated}
-        yield _row(config, decoder.path, decoder.name, metrics, place, **memory, samples=len(step_times))
+        measured = {"metrics": metrics, "coordinates": place, "samples": len(step_times)}
+        yield _row(decoder.config, decoder.name, measured, turns, **memory)
 
 
 def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:

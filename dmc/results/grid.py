@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -338,7 +338,8 @@ def plan_tasks(config: CompareConfig, configs: Path, model: str) -> list[Planned
     found = []
     for name, settings in asked.items():
         task: Any = instantiate(settings, f"tasks.{name}")
-        if "seed" not in settings and hasattr(task, "seed"):
+        own = {field.name for field in fields(task)} if is_dataclass(task) else set()
+        if "seed" in own - {*settings}:
             task = replace(task, seed=config.seed)
         for source in vars(task).values():
             if isinstance(source, DocumentSource):

@@ -53,6 +53,8 @@ class Measurement(TypedDict):
     policy: str
     budget: str | None
     """Budget as written in settings, "4" or "tokens:128"; None: the full cache or a model's learned gates."""
+    turns: str | None
+    """Digest of the decoders that took turns with this one; None: no benchmark of speed."""
     is_full: bool
     """Whether it is the full cache of a stock model, the reference."""
     requested_ratio: float
@@ -120,9 +122,9 @@ def key_of(model: str, policy: str, budget: str | None, task: str, seed: int) ->
 
 
 def settings_of_task(row: Row) -> dict[str, Any]:
-    """Return all settings of a row but those of its model, policy and budget, and of the model that answered."""
-    settings = row.get("settings") or {}
-    return {name: value for name, value in settings.items() if name not in ("model", "policy", "budget", "answers")}
+    """Return all settings of a row but those of its model, policy and budget, and of others that it was beside."""
+    settings, others = row.get("settings") or {}, ("model", "policy", "budget", "answers", "turns")
+    return {name: value for name, value in settings.items() if name not in others}
 
 
 def new_row(model: str, policy: str, task: str, settings: Mapping[str, Any], **figures: Any) -> Row:
@@ -185,6 +187,7 @@ def _shared(row: Row) -> dict[str, Any]:
         "named": row.get("named", row["model"]),
         "variant": model.get("variant") or row["model"],
         "seed": model.get("seed"),
+        "turns": (row.get("settings") or {}).get("turns"),
         "is_full": row["budget"] is None and not row["learned"],
         "achieved_ratio": row.get("mean_achieved_ratio", row["achieved_ratio"]),
         "bytes_per_token": row.get("mean_bytes_allocated_per_token", row["bytes_allocated_per_token"]),

@@ -251,7 +251,7 @@ def all_tasks(summary: pandas.DataFrame) -> pandas.DataFrame:
 def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
     """Make one line of each row of a speed benchmark, its metrics as columns, and `gain` over the baseline.
 
-    The baseline is `generate()` of transformers with the same model, settings and batch size, else the first decoder.
+    The baseline is `generate()` of transformers among those that decoded in turns, else the first of them.
     """
     of_speed = frame[frame["by"].isin(SPEEDS)]
     if of_speed.empty:
@@ -260,7 +260,8 @@ def speeds_of(frame: pandas.DataFrame) -> pandas.DataFrame:
     lines = of_speed.drop_duplicates("key").drop(columns=["metric", "value", "method"]).join(metrics, on="key")
     lines = lines.assign(method=lines["policy"], gain=float("nan"))
     if "tokens_per_second" in lines:
-        alike = ["model", "task", "task_key", "length", "batch", "folder"]
+        lines["turns"] = lines["turns"].fillna(lines["model"])  # of an earlier version
+        alike = ["turns", "task", "task_key", "length", "batch", "folder"]
         for _, same in lines.groupby(alike, sort=False, dropna=False):
             plain = same[~same["policy"].str.startswith("engine")]
             yardstick = (plain if len(plain) else same)["tokens_per_second"].iloc[0]

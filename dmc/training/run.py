@@ -172,7 +172,7 @@ def _train(config: RunConfig) -> TrainedRun:
     with nullcontext() if is_finished else _alone_in(folder):
         check_same_run(folder, config)
         if run.is_finished:
-            check_same_text(folder, weight_digests(config))
+            check_same_text(folder, weight_digests(config) if is_first_of_node() else {})
             logger.info("%s is finished; reused", folder)
             return run
         _keep_quiet()

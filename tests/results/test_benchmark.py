@@ -5,10 +5,10 @@ from scripts_here import run_script
 from dmc import retrofit
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
-from dmc.results.benchmark import BenchmarkConfig, run_benchmark
+from dmc.results.benchmark import BenchmarkConfig, EngineDecoder, random_prompts, run_benchmark, time_interleaved
 from dmc.results.measurement import new_row, to_frame
-from dmc.results.store import Store
-from dmc.results.tables import format_tables, write_tables
+from dmc.results.store import Store, read_rows
+from dmc.results.tables import format_tables, speeds_of, write_tables
 
 SHAPE = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -83,13 +83,33 @@ def test_the_script_stores_rows_and_table(tmp_path, capsys):
     assert "ratios[0]=0.5: expected greater than or equal to 1" in run_script(*command, "ratios=[0.5]")
 
 
+def test_models_that_decode_in_turns_are_divided_by_the_first(tmp_path):
+    """The full cache of a base, then gates: what an audit measures; twice into one folder, with another dtype."""
+    store = Store(tmp_path / "cells.jsonl")
+    for dtype in ("float32", "bfloat16"):
+        model = random_model(SHAPE, getattr(torch, dtype), "cpu")
+        configs = [make_config(prompt_length=16, model=name, dtype=dtype) for name in ("A/base", "B/gates")]
+        prompts = random_prompts(model, 2, configs[0])
+        names = ("engine: base, full", "engine: gates, learned")
+        of_both = zip(configs, names, strict=True)
+        decoders = [EngineDecoder(model, 1.0, prompts, config, name=name) for config, name in of_both]
+        for row in time_interleaved(decoders, 2):
+            store.append(row)
+    rows = read_rows([store])
+    assert [row["model"] for row in rows[::2]] == ["A/base (dtype=float32)", "A/base (dtype=bfloat16)"]
+    speeds = [row["metrics"]["tokens_per_second"] for row in rows]
+    gains = [1.0, speeds[1] / speeds[0], 1.0, speeds[3] / speeds[2]]
+    found = speeds_of(to_frame(rows))
+    assert found["gain"].tolist() == pytest.approx(gains) and {*found["task"]} == {"speed"}
+
+
 def test_speeds_of_other_models_and_settings_are_not_divided_by_each_other(tmp_path):
     store = Store(tmp_path / "cells.jsonl")
     measured = ("A", "float32", 10.0, 30.0), ("A", "bfloat16", 40.0, 60.0), ("B", "float32", 100.0, 200.0)
     for model, dtype, *speeds in measured:
         for policy, speed in zip(("hugging face, static cache", "engine"), speeds, strict=True):
             figures = {"metrics": {"tokens_per_second": speed, "token_seconds": 1 / speed}, "achieved_ratio": 1.0}
-            settings = {"model": {"dtype": dtype}, "task": {"dtype": dtype}}
+            settings = {"model": {"dtype": dtype}}
             store.append(new_row(model, policy, "speed", settings, coordinates={"batch": 1, "length": 8}, **figures))
     lines = [line.split(" | ") for line in write_tables(store, tmp_path).splitlines()[2:]]
     gains = {"A (dtype=float32)": ["1.00", "3.00"], "A (dtype=bfloat16)": ["1.00", "1.50"], "B": ["1.00", "2.00"]}

@@ -88,11 +88,16 @@ def test_the_full_cache_and_a_compressed_model_have_no_budget(make_config, folde
     assert [cell.key for cell in fewer] == [cell.key for cell in cells[2:]]
 
 
-def test_tasks_without_a_seed_have_that_of_the_grid(make_config, folders):
+def test_tasks_without_a_seed_have_that_of_the_grid(make_config, folders, tmp_path, monkeypatch):
+    fixed = "from dataclasses import dataclass\nfrom dmc.results.tasks import Task\n\n@dataclass\n"
+    fixed += "class Fixed(Task):\n    seed, samples, evaluate = 5, None, None\n"
+    (tmp_path / "users_fixed.py").write_text(fixed)
+    monkeypatch.syspath_prepend(tmp_path)
     tasks = ["needle", {"name": "own", "like": "needle", "seed": 3}, "text_loss"]
+    tasks.append({"name": "fixed", "_target_": "users_fixed.Fixed"})
     config = make_config(models={"base": str(folders.stock)}, policies=["full"], budgets=[], tasks=tasks, seed=7)
     found = [cell.row["settings"]["task"].get("seed") for cell in plan_grid(config, CONFIGS)]
-    assert found == [7, 3, None]
+    assert found == [7, 3, None, None]
 
 
 def test_a_row_tells_quality_and_memory(make_config, folders):
