@@ -6,13 +6,13 @@
 TEST_EXTRAS=train,slurm,deepspeed,eval,serve,ray,gguf,dev # what the tests need
 
 setup_environment() {
-    local python=${PYTHON:-python3} stamp=.venv/.installed halfway=.venv/.halfway wanted installed build reason
+    local python=${PYTHON:-python3} stamp=.venv/.installed wanted installed build reason
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
         echo "error: $("$python" --version) is too old: Python >= 3.10 is needed (set PYTHON=/path/to/python)" >&2
         return 1
     }
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
-    installed=$([ -e "$halfway" ] || torch_build)
+    installed=$(torch_build)
     choose_torch "$installed" || return 1
     wanted="$1 $(cat pyproject.toml constraints.txt | cksum)"
     [ "$(cat "$stamp" 2>/dev/null) $installed" = "$wanted $build" ] && return 0
@@ -20,9 +20,8 @@ setup_environment() {
     echo "installing torch, transformers and the other packages of constraints.txt into .venv: some minutes" >&2
     # Torch first: where the CPU build is enough, an unpinned torch would pull gigabytes of CUDA packages.
     if [ "$installed" != "$build" ]; then
-        : >"$halfway" # stays where this or pip is killed while it copies; else pip puts back what was there
-        install_torch "$build" || { [ $? -gt 128 ] || rm -f "$halfway"; return 1; }
-        rm -f "$stamp" "$halfway"
+        install_torch "$build" || return 1
+        rm -f "$stamp"
     fi
     pip_install -c constraints.txt -e ".[$1]"
     echo "$wanted" >"$stamp"
@@ -42,10 +41,12 @@ setup_vllm() {
     echo "$wanted" >"$stamp"
 }
 
-# torch_build: the build of torch in .venv, cuda or cpu, without importing it; nothing if there is none.
+# torch_build: the build of torch in .venv, cuda or cpu, without importing it; nothing if there is none, or a part of one:
+# pip removes RECORD first and writes it last.
 torch_build() {
-    .venv/bin/python -c 'import importlib.util, pathlib, runpy
-if found := importlib.util.find_spec("torch"):
+    .venv/bin/python -c 'import importlib.metadata, importlib.util, pathlib, runpy
+records = [found.read_text("RECORD") for found in importlib.metadata.distributions(name="torch")]
+if all(records) and records and (found := importlib.util.find_spec("torch")) and found.origin:
     values = runpy.run_path(str(pathlib.Path(found.origin).with_name("version.py")))
     print("cuda" if values["cuda"] or values["hip"] else "cpu")'
 }
@@ -80,11 +81,10 @@ install_torch() {
 }
 
 # pip_install ARGUMENTS: pip install into .venv; what pip says goes to .venv/install.log, whose end is shown if it fails.
-# It returns what pip did: more than 128 if it was killed.
 pip_install() (
     set -o pipefail
     .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 | tee .venv/install.log \
-        | show_packages || { local status=$? && tail -n 20 .venv/install.log >&2 && return $status; }
+        | show_packages || { tail -n 20 .venv/install.log >&2 && return 1; }
 )
 
 # show_packages: of pip's words, how many packages it has found and which is on its way, in one line on a terminal.

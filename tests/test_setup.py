@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,18 +98,42 @@ def test_a_build_that_cannot_be_fetched_leaves_the_one_that_is_there(project):
     assert set_up(project, "cuda")[1] and (project / "installed").read_text() == "cuda\n"
 
 
-@pytest.mark.parametrize("who", ["0", "$$"], ids=["all", "pip"])
-def test_an_environment_that_was_killed_on_its_way_is_set_up_again(project, who):
+def test_an_environment_that_was_killed_on_its_way_is_set_up_again(project):
     set_up(project)
     (project / "no_pip").touch()  # by a kill of `python -m venv`
     assert set_up(project) == ("", False) and not (project / "no_pip").exists()
-    (project / "killed").write_text(f"echo cuda >installed; kill -9 {who}\n")  # half of it is copied
+    (project / "killed").write_text("rm -f installed; kill -9 0\n")
     set_up(project, "cuda", is_killed=True)
     (project / "killed").unlink()
-    assert (project / "installed").read_text() == "cuda\n"
     message, installs = set_up(project)
     assert installs and message.startswith("torch for cpu: ") and (project / "installed").read_text() == "cpu\n"
     assert set_up(project) == ("", False)
+
+
+CODE, RECORD = "torch/version.py", "torch-2.13.0.dist-info/RECORD"
+
+
+@pytest.mark.parametrize(
+    ("files", "build"),
+    [
+        ({}, ""),
+        ({CODE: "cuda = '13.0'; hip = None"}, ""),  # half of it is copied: pip writes RECORD last
+        ({CODE: "cuda = '13.0'; hip = None", "torch-2.13.0.dist-info/METADATA": "Name: torch\n"}, ""),
+        ({RECORD: f"{CODE},,"}, ""),
+        ({CODE: "cuda = '13.0'; hip = None", RECORD: f"{CODE},,"}, "cuda"),
+        ({CODE: "cuda = hip = None", RECORD: f"{CODE},,"}, "cpu"),
+    ],
+    ids=["none", "half", "without RECORD", "removed", "cuda", "cpu"],
+)
+def test_a_part_of_torch_is_none(project, files, build):
+    for name, text in files.items():
+        (project / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "site" / name).write_text(text)
+        if name.startswith("torch/"):
+            (project / "site" / "torch" / "__init__.py").touch()
+    (project / "python").write_text(f'#!/bin/bash\nPYTHONPATH=site exec {sys.executable} -S "$@"\n')
+    command = ["bash", "-c", ". scripts/setup_environment.sh; torch_build"]
+    assert subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout.strip() == build
 
 
 def test_a_build_that_does_not_exist_is_refused(project):
