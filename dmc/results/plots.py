@@ -57,12 +57,14 @@ def draw_quality(lines: pandas.DataFrame) -> Plot:
     worse = -lines["value"] if higher else lines["value"]
     limit = worse.quantile(0.75) + OUTLIER * (worse.quantile(0.75) - worse.quantile(0.25))
     outlier = (worse > limit) & (len(lines) > 3) & (limit > worse.min())
-    low, high = lines["value"][~outlier].min(), lines["value"][~outlier].max()
+    error = lines["value_error"].fillna(0.0)
+    low, high = (lines["value"] - error)[~outlier].min(), (lines["value"] + error)[~outlier].max()
     room = 0.09 * (high - low) or max(abs(high) * 0.1, 0.1)
     edge = low - room if higher else high + room
     shown = lines.assign(x=lines[over], y=lines["value"].where(~outlier, edge), outlier=outlier)
     shown["front"] = lines.index.isin(front)
     caption = "Blue: the Pareto front. Orange diamonds: models with learned gates. Dotted: the full cache."
+    caption += " Bars: standard errors." if error.any() else ""
     if outlier.any():
         cut = ", ".join(f"{line.label} ({line.value:.4g})" for line in lines[outlier].itertuples())
         caption += f" Outliers, drawn as triangles at the edge: {cut}."
@@ -86,6 +88,10 @@ def draw_quality(lines: pandas.DataFrame) -> Plot:
             style: Any = {"color": color, "markersize": 5.5, "markeredgewidth": 0, "clip_on": False, "zorder": 3}
             (mark,) = axes.plot(line.x, line.y, marker, **style)
             plot.tip(mark, line.method, _tooltip(line))
+            if line.value_error > 0 and not line.outlier:
+                ends = line.value - line.value_error, line.value + line.value_error
+                axes.vlines(line.x, *ends, color=color, linewidth=1.0, alpha=0.5)
+                plot.cover([(line.x, end) for end in ends], steps=4)
             if line.is_full and not line.outlier:
                 axes.axhline(line.value, color=FULL, linewidth=0.9, linestyle=(0, (1, 2.5)))
                 plot.cover([(x, line.value) for x in axes.get_xlim()])

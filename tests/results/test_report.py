@@ -67,6 +67,15 @@ def test_a_far_outlier_is_drawn_at_the_edge_and_told(tmp_path):
     assert "Outliers" not in draw_quality(summary[:-1]).caption
 
 
+def test_errors_are_drawn_and_fit_on_the_plot(tmp_path):
+    summary = read([constant_row(f"p{index}", 4.0, 3.0 + 0.01 * index) for index in range(4)], tmp_path).summary
+    summary["value_error"] = [0.5, None, 0.0, 0.1]
+    plot = draw_quality(summary)
+    bars = sorted(bar.get_segments()[0][:, 1].tolist() for bar in plot.axes.collections)
+    assert bars == [pytest.approx([2.5, 3.5]), pytest.approx([2.93, 3.13])]
+    assert plot.axes.get_ylim()[0] < 2.5 and plot.axes.get_ylim()[1] > 3.5 and "Bars: standard errors." in plot.caption
+
+
 def test_names_of_users_are_escaped_and_nothing_is_loaded(tmp_path):
     name = "<script>alert('$x_1$')</script>&\"]]>"
     rows = [compare_row("full"), *(compare_row(name, ratio, "<b>task</b>") for ratio in (2.0, 4.0))]
