@@ -118,8 +118,8 @@ def format_tables(
     parts = [markdown(speeds)] if len(speeds) else []
     if summary.empty:
         return parts
-    # NAME:known and NAME:hidden are two columns of one table
-    summary = summary.assign(shown=summary["task"].str.partition(":")[0])
+    # NAME:known and NAME:hidden, with a label behind them or none, are two columns of one table
+    summary = summary.assign(shown=summary["task"].str.replace(r":(known|hidden)(?= \(|$)", "", regex=True))
     groups = summary.sort_values(["shown", "metric"], kind="stable").groupby(["shown", "metric"], sort=False)
     parts += [_task_table(group, beside) for _, group in groups]
     if summary["shown"].nunique() > 1 and metrics is None:

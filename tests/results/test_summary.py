@@ -6,7 +6,7 @@ import math
 import numpy
 import pandas
 import pytest
-from report_rows import plain_row, write_report
+from report_rows import compare_row, plain_row, write_report
 
 from dmc.results.equal_bytes import asked_of
 from dmc.results.measurement import to_frame
@@ -245,3 +245,17 @@ def test_a_task_that_the_full_cache_does_not_solve_is_marked(right, says):
     assert ("solves less than 0.5" in title) == says
     losses = [row | {"main_metric": "loss", "metrics": {"loss": right}} for row in rows]
     assert "solves less" not in format_tables(to_frame(losses))[0]
+
+
+@pytest.mark.parametrize("names", [("needle:{} (seed=0)", "needle:{} (seed=1)"), ("needle:long:{}", "needle:short:{}")])
+def test_known_and_hidden_questions_are_columns_of_a_table_for_each_task(names):
+    cells = [(name.format(asked), asked) for name in names for asked in ("known", "hidden")]
+    rows = [
+        compare_row(policy, ratio, task, question=asked)
+        for task, asked in cells
+        for policy, ratio in (("full", 1.0), ("h2o", 4.0), ("tova", 4.0))
+    ]
+    tables = [text for text in format_tables(to_frame(rows)) if "exact_match, known" in text]
+    titles = [text.partition(": exact_match")[0] for text in tables]
+    assert titles == ["### " + name.replace(":{}", "") for name in names]
+    assert all("exact_match, hidden" in text and text.count("| base") == 3 for text in tables)
