@@ -26,6 +26,7 @@ from dmc.ranks import ALONE, Ranks
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine, GenerationStats, SamplingParams, Session
 from dmc.runtime.carried_cache import check_can_save
+from dmc.runtime.options import EngineOptions
 
 STORAGE = ("block_size", "memory", "kernels", "cuda_graphs", "compile", "kv_cache_dtype")
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -36,7 +37,7 @@ class GenerateConfig:
     """A context, a prompt, their model and method; options of `Engine` and `SamplingParams` are checked there.
 
     Raises:
-        ValueError: there is nothing to read, or nothing to save.
+        ValueError: there is nothing to read, nothing to save, or no turn for the chat template.
     """
 
     model: ModelName
@@ -74,6 +75,8 @@ class GenerateConfig:
             raise ValueError("give a prompt to continue, or a context to read: prompt='import os', context=FILE")
         if self.save is not None and self.context is None:
             raise ValueError(f"save={self.save} keeps the cache of a context: give context=FILE")
+        if self.chat and self.prompt is None:
+            raise ValueError("chat=true makes the prompt a user's turn: give prompt=")
         if self.context is not None and not Path(self.context).exists():
             raise FileNotFoundError(f"context={self.context}: expected a text file, or the folder of a carried cache")
 
@@ -86,6 +89,9 @@ def generate(config: GenerateConfig) -> None:
         check_can_save(Path(config.save), config.overwrite, ranks, policy)
     text = None if config.context is None or Path(config.context).is_dir() else _read_text(config.context)
     params = SamplingParams(**{name: getattr(config, name) for name in SAMPLING}, stop=tuple(config.stop))
+    EngineOptions(**{name: getattr(config, name) for name in STORAGE})  # before the weights are loaded
+    if config.chat and not getattr(load_tokenizer(config.model, config.revision), "chat_template", None):
+        raise ValueError("chat=true: the model has no chat template; leave it out, and the prompt is continued")
     model = _load(config)
     tokenizer = load_tokenizer(config.model, config.revision, model.config.vocab_size)
     engine = Engine(model, tokenizer, policy, **{name: getattr(config, name) for name in STORAGE})
@@ -121,13 +127,7 @@ def _after_context(engine: Engine, folder: str | None, text: str | None, is_firs
 
 
 def _as_turn(prompt: str, tokenizer: Any, is_continued: bool) -> list[int]:
-    """Return the tokens of a user's turn and of the beginning of an answer; a text that is continued has begun.
-
-    Raises:
-        ValueError: the model has no chat template.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat=true: the model has no chat template; leave it out, and the prompt is continued")
+    """Return the tokens of a user's turn and of the beginning of an answer; a text that is continued has begun."""
     turn = [{"role": "user", "content": prompt}]
     tokens = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
     return list(tokens[1:] if is_continued and tokens[:1] == [tokenizer.bos_token_id] else tokens)

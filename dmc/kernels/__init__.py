@@ -17,6 +17,16 @@ import torch
 BACKENDS = ("reference", "cpu", "triton", "flash")
 
 
+def check_backend(name: str) -> None:
+    """Check that there is a backend of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"kernels={name!r} is unknown: expected 'auto' or one of {', '.join(BACKENDS)}")
+
+
 def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
     """Return the backend module; "auto" picks the best one for tensors on `device`.
 
@@ -24,8 +34,7 @@ def load_backend(name: str, device: torch.device | str = "cpu") -> ModuleType:
         ValueError: there is no such backend.
         ImportError: it needs a package that is not installed.
     """
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"kernels={name!r} is unknown: expected 'auto' or one of {', '.join(BACKENDS)}")
+    check_backend(name)
     has_triton = importlib.util.find_spec("triton") is not None
     if name == "auto":
         best = {"cpu": "cpu", "cuda": "triton" if has_triton else "reference"}

@@ -17,7 +17,6 @@ from dmc.budget import Budget
 from dmc.config.instantiate import instantiate
 from dmc.config.settings import Count, OutputFolder, checked_dataclass, suggest
 from dmc.data import DocumentSource
-from dmc.kernels import BACKENDS
 from dmc.policies.reading import ReadingPolicy
 from dmc.results.equal_bytes import KIND, bytes_budget, share_of
 from dmc.results.lm_eval_tasks import LMEvalSettings, plan_lm_eval
@@ -47,8 +46,6 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.kernels not in ("auto", *BACKENDS):
-            raise ValueError(f"engine.kernels={self.kernels!r}: expected auto or one of {', '.join(BACKENDS)}")
         try:
             EngineOptions(**vars(self))
         except ValueError as error:

@@ -11,6 +11,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from torch import Tensor
 
 from dmc.config.settings import Count, NonNegative, Positive, Share, checked_dataclass
+from dmc.kernels import check_backend
 
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
@@ -81,7 +82,11 @@ class SamplingParams:
 
 @checked_dataclass(frozen=True)
 class EngineOptions:
-    """The options of `Engine`, which tells what they mean."""
+    """The options of `Engine`, which tells what they mean.
+
+    Raises:
+        ValueError: a value is of another type or out of range, or there is no such backend.
+    """
 
     block_size: Literal[16, 32, 64, 128, 256] = 16
     memory: (
@@ -98,3 +103,6 @@ class EngineOptions:
     cuda_graphs: StrictBool | Literal["auto"] = False
     compile: StrictBool | Literal["auto"] = False
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_backend(self.kernels)

@@ -19,6 +19,7 @@ from dmc.ranks import Ranks
 from dmc.results.grid import named_settings
 from dmc.results.policies import policy_from_config
 from dmc.runtime import Engine
+from dmc.runtime.options import EngineOptions
 from dmc.serving.worker import Worker
 
 
@@ -58,6 +59,7 @@ class ServeConfig:
 
     Raises:
         ValueError: a value is out of range, or others could reach the server without a key.
+        FileNotFoundError: a carried cache is missing.
     """
 
     models: Named[ServedModel]
@@ -82,6 +84,15 @@ class ServeConfig:
             raise ValueError("replicas= starts its own processes, each with a full model: run it without torchrun")
         if self.replicas is None and (most := self.autoscaling.get("max_replicas")) is not None:
             raise ValueError(f"autoscaling.max_replicas={most} needs replicas=, the number that always runs")
+        try:
+            EngineOptions(**self.engine)
+        except ValueError as error:
+            raise ValueError(f"engine.{error}") from None
+        for memory in (self.memory, *(served.memory for served in self.models.values())):
+            EngineOptions(memory=memory)
+        for folder in (folder for served in self.models.values() for folder in served.caches.values()):
+            if not Path(folder).is_dir():
+                raise FileNotFoundError(f"caches: {folder} is no folder of a carried cache")
         if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host} is reachable from other machines, and anybody could use it; give api_key_file="

@@ -61,6 +61,12 @@ def test_ranks_load_their_parts_of_the_revision_that_was_asked_for(monkeypatch):
     assert asked == [("me/tiny", "v2"), ("me/tiny", "v3")]
 
 
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(folders, monkeypatch):
+    monkeypatch.setattr("dmc.commands.generate._load", lambda config: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="chat=true: the model has no chat template"):
+        generate(GenerateConfig(model=str(folders.stock), prompt="a", chat=True))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

@@ -30,6 +30,9 @@ generate|GENERATE base=tiny_llama|Could not override 'base'. No match in the def
 generate|GENERATE max_new_tokens=2.5|max_new_tokens
 generate|GENERATE top_k=few|top_k
 generate|GENERATE kernels=nonesuch|nonesuch
+generate|model=nowhere prompt=x block_size=24|block_size=24: expected 16, 32, 64, 128 or 256
+generate|model=nowhere prompt=x kernels=nonesuch|kernels='nonesuch' is unknown: expected 'auto' or one of
+generate|model=STOCK context=TEXT chat=true|chat=true makes the prompt a user's turn: give prompt=
 generate|GENERATE budget=4|budget=4 needs a policy
 generate|GENERATE policy=h2o|H2O needs a budget
 generate|GENERATE policy=h2o budget=4 policy.recent=-1|recent
@@ -80,6 +83,9 @@ compare|COMPARE engine.block_size=24|engine.block_size=24: expected 16, 32, 64, 
 compare|COMPARE engine.kv_cache_dtype=int4|engine.kv_cache_dtype='int4': expected 'auto' or 'int8'
 compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] output=out|is cut off or is no safetensors
 serve|model=STOCK port=70000|port=70000
+serve|model=nowhere engine.block_size=24|engine.block_size=24: expected 16, 32, 64, 128 or 256
+serve|model=nowhere memory=half|memory='half': expected
+serve|model=nowhere 'caches={book: elsewhere}'|caches: elsewhere is no folder of a carried cache
 study|only=[nobody] output=out|nobody
 study|further={cr8:[full]} output=out|further.cr8: the setting above it is a single value, or has no entries yet: +
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
