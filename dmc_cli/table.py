@@ -71,8 +71,10 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     """
     command, arguments = COMMANDS[name], sys.argv[1:] if arguments is None else arguments
     if command.has_settings:
-        from dmc_cli.hydra_command import run_with_settings
-
+        try:
+            from dmc_cli.hydra_command import run_with_settings
+        except ModuleNotFoundError as error:
+            sys.exit(f"error: commands need more packages ({error}): pip install 'dmc-retrofit[train]'")
         run_with_settings(name, arguments, command.on_devices)
     else:
         importlib.import_module(f"dmc_cli.{name}").main(arguments)

@@ -97,6 +97,13 @@ def test_a_shell_learns_to_complete_by_hydras_function(monkeypatch, capsys):
     assert shown.rstrip().endswith("-F hydra_bash_completion dmc")
 
 
+def test_commands_without_their_packages_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    monkeypatch.delitem(sys.modules, "dmc_cli.hydra_command", raising=False)
+    code, shown, _ = say(monkeypatch, capsys, "generate", "model=x")
+    assert code.startswith("error: commands need more packages (") and code.endswith("'dmc-retrofit[train]'")
+
+
 @pytest.mark.slow
 def test_a_command_runs_as_a_module_a_file_and_by_name(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
