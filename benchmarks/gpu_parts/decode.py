@@ -43,7 +43,8 @@ def _throughput(place: Place) -> Rows:
     )
     stock = random_model(config.shape or {}, place.dtype, place.device)
     models = {
-        ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig()) for ratio in config.ratios
+        ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), CompressionConfig(target_ratio=ratio))
+        for ratio in config.ratios
     }
     first = None
     for found in run_benchmark(config, models):

@@ -259,10 +259,11 @@ def measure_speeds(settings: SpeedSettings, cells: Sequence[Cell], rows: Sequenc
         if cell.model.name not in models:
             models[cell.model.name] = load_with_tokenizer(model.path, model.dtype, model.revision)[0]
         dtype: Any = str(models[cell.model.name].dtype).removeprefix("torch.")
+        engine: Any = cell.config.engine
         config = BenchmarkConfig(
             model.path, dtype=dtype, prompt_length=settings.prompt_length, new_tokens=settings.new_tokens,
-            rounds=settings.rounds, block_size=cell.config.engine.block_size, kernels=cell.config.engine.kernels,
-            seed=cell.config.seed,
+            rounds=settings.rounds, block_size=engine.block_size, kernels=engine.kernels,
+            kv_cache_dtype=engine.kv_cache_dtype, seed=cell.config.seed,
         )  # fmt: skip
         prompts = random_prompts(models[cell.model.name], settings.batch_size, config)
         name = f"engine: {row['method']}" + ("" if cell.method.budget_name is None else f" at CR {ratio:.3g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,21 @@ def benchmark(values: dict[str, Any]) -> str:
 
 
 def _models(config: BenchmarkConfig) -> tuple[dict[float, Any], Any | None]:
-    """Return the model of every decoder, all sharing the same weights."""
+    """Return the model of every decoder, all sharing the same weights.
+
+    Raises:
+        ValueError: the model has gates.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.model is not None:
-        stock = load_model(config.model, dtype=config.dtype).to(device)
+        stock = load_model(config.model, dtype=config.dtype)
+        if hasattr(stock.config, "compression"):
+            raise ValueError(f"model={config.model} has gates: give its base; ratios are of synthetic gates")
+        stock = stock.to(device)
     else:
         stock = random_model(config.shape or {}, getattr(torch, config.dtype), device, config.seed)
-    gates = CompressionConfig(delay=config.delay)
-    models = {ratio: twin(stock) if ratio == 1 else retrofit(twin(stock), gates) for ratio in config.ratios}
+    gates = partial(CompressionConfig, delay=config.delay)
+    models = {r: twin(stock) if r == 1 else retrofit(twin(stock), gates(target_ratio=r)) for r in config.ratios}
     return models, twin(stock) if config.hugging_face else None
 
 

@@ -18,6 +18,7 @@ from transformers import StaticCache
 from dmc.config.settings import Count, NonNegative, OutputFolder, Ratio, checked_dataclass
 from dmc.files import json_digest
 from dmc.gguf import ModelName
+from dmc.results.compare import device_name
 from dmc.results.measurement import Row, new_row
 from dmc.results.synthetic_gates import set_synthetic_gates
 from dmc.runtime import Engine, SamplingParams
@@ -50,6 +51,8 @@ class BenchmarkConfig:
     """Bytes of cache pages for which to find the largest batch; None: do not search."""
     block_size: Count = 16
     kernels: str = "auto"
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Of the engine's keys and values, see `Engine`."""
     rounds: Count = 4
     """Number of turns of every decoder; medians are reported."""
     seed: StrictInt = 0
@@ -74,7 +77,7 @@ class EngineDecoder:
         policy: Any = None,
         name: str | None = None,
     ) -> None:
-        self.name, self.config = name or f"engine CR {ratio:g}", config
+        self.name, self.config, self.device = name or f"engine CR {ratio:g}", config, device_name(model)
         self.ratio, self._prompts = ratio, prompts.tolist()
         as_served = {"compile": "auto", "cuda_graphs": "auto"}
         self._engine = make_engine(model, len(prompts), config, prefill_chunk_size=CHUNK, policy=policy, **as_served)
@@ -115,7 +118,7 @@ class HuggingFaceDecoder:
     name, ratio = "hugging face, static cache", 1.0
 
     def __init__(self, model: Any, prompts: Tensor, config: BenchmarkConfig) -> None:
-        self._model, self._tokens, self.config = model, prompts, config
+        self._model, self._tokens, self.config, self.device = model, prompts, config, device_name(model)
         self._cache = StaticCache(config=model.config, max_cache_len=prompts.shape[1] + config.new_tokens + 2)
 
     @torch.no_grad()
@@ -175,10 +178,14 @@ def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any 
         plain: a stock model for `generate()`, or None.
     Yields:
         Rows for a `Store`, as soon as they are measured.
+    Raises:
+        ValueError: the memory holds no sequence at one of the ratios; nothing has been measured.
     """
     for ratio, model in models.items():
         if ratio > 1:
             set_synthetic_gates(model, ratio, config.seed)
+    for ratio in config.ratios if config.memory is not None else ():
+        _check_memory(models[ratio], config)
     for batch_size in config.batch_sizes:
         prompts = random_prompts(models[config.ratios[0]], batch_size, config)
         decoders: list[Any] = [EngineDecoder(models[ratio], ratio, prompts, config) for ratio in config.ratios]
@@ -187,16 +194,19 @@ def run_benchmark(config: BenchmarkConfig, models: dict[float, Any], plain: Any 
         yield from time_interleaved(decoders, batch_size)
     for ratio in config.ratios if config.memory is not None else ():
         metrics = {"largest_batch": largest_batch(models[ratio], ratio, config)}
-        place, name = {"memory": config.memory}, f"engine CR {ratio:g}"
-        yield _row(config, name, {"metrics": metrics, "coordinates": place}, requested_ratio=ratio, achieved_ratio=None)
+        measured = {"metrics": metrics, "coordinates": {"memory": config.memory}}
+        name, device = f"engine CR {ratio:g}", device_name(models[ratio])
+        yield _row(config, name, device, measured, requested_ratio=ratio, achieved_ratio=None)
 
 
-def _row(config: BenchmarkConfig, name: str, measured: dict[str, Any], turns: str | None = None, **memory: Any) -> Row:
-    task = {name: getattr(config, name) for name in ("prompt_length", "new_tokens", "rounds", "delay", "block_size")}
+def _row(
+    config: BenchmarkConfig, name: str, device: str, measured: dict[str, Any], turns: str | None = None, **memory: Any
+) -> Row:
+    names = ("prompt_length", "new_tokens", "rounds", "delay", "block_size", "kernels", "kv_cache_dtype", "seed")
     settings = {"model": _described(config), "policy": {"ratio": memory["requested_ratio"]}, "turns": turns}
-    settings["task"] = task | {"kernels": config.kernels, "seed": config.seed}
+    settings["task"] = {name: getattr(config, name) for name in names} | {"device": device}
     model = "random weights" if config.model is None else "/".join(Path(config.model).parts[-2:])
-    return new_row(model, name, "speed", settings, **measured, **memory)
+    return new_row(model, name, "speed", settings, device=device, **measured, **memory)
 
 
 def _described(config: BenchmarkConfig) -> dict[str, Any]:
@@ -212,7 +222,8 @@ def random_prompts(model: Any, batch_size: int, config: BenchmarkConfig) -> Tens
 
 def make_engine(model: Any, batch_size: int, config: BenchmarkConfig, **options: Any) -> Engine:
     """Build an engine from the configuration."""
-    return Engine(model, block_size=config.block_size, kernels=config.kernels, max_batch_size=batch_size, **options)
+    options |= {"block_size": config.block_size, "kernels": config.kernels, "kv_cache_dtype": config.kv_cache_dtype}
+    return Engine(model, max_batch_size=batch_size, **options)
 
 
 def time_interleaved(decoders: list[Any], batch_size: int) -> Iterator[Row]:
@@ -243,7 +254,17 @@ def time_interleaved(decoders: list[Any], batch_size: int) -> Iterator[Row]:
         metrics = {"tokens_per_second": batch_size / step, "token_seconds": step, "first_token_seconds": first_seconds}
         memory = {"requested_ratio": decoder.ratio, "achieved_ratio": achieved, "peak_bytes_allocated": allocated}
         measured = {"metrics": metrics, "coordinates": place, "samples": len(step_times)}
-        yield _row(decoder.config, decoder.name, measured, turns, **memory)
+        yield _row(decoder.config, decoder.name, decoder.device, measured, turns, **memory)
+
+
+def _check_memory(model: Any, config: BenchmarkConfig) -> None:
+    """Raise ValueError if `config.memory` bytes cannot hold one sequence to its end."""
+    assert config.memory is not None
+    cache, num_tokens = make_engine(model, 1, config).cache, config.prompt_length + config.new_tokens
+    needed = cache.blocks_for(num_tokens) * cache.block_bytes
+    if config.memory < needed:
+        sequence = f"sequence of {num_tokens} tokens at CR {cache.expected_ratio:g}"
+        raise ValueError(f"memory={config.memory} holds no {sequence}: give at least {needed} bytes")
 
 
 def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
@@ -255,7 +276,10 @@ def largest_batch(model: Any, ratio: float, config: BenchmarkConfig) -> int:
     chunk = 8 * config.block_size  # a chunk reserves uncompressed room for its tokens
     engine = make_engine(model, most, config, memory=config.memory, prefill_chunk_size=chunk)
     prompts = random_prompts(model, most, config).tolist()
-    requests = _submit(engine, prompts, max_new_tokens=config.prompt_length)
+    decoded = max(config.prompt_length, 1 + config.new_tokens)  # the first ones decode while others are fed
+    if engine.cache.blocks_for(config.prompt_length + decoded) > engine.cache.allocator.num_blocks:
+        decoded = 1 + config.new_tokens  # there is room for one sequence
+    requests = _submit(engine, prompts, decoded)
     largest = steady = 0
     with tqdm(total=config.new_tokens, desc=f"largest batch, CR {ratio:g}") as bar:
         while steady < config.new_tokens and not any(request.generation for request in requests):

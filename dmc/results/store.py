@@ -134,15 +134,17 @@ def is_row(row: Any) -> bool:
 def read_rows(stores: Iterable[Store], keys: Container[str] | None = None) -> list[Row]:
     """Return the rows (of `keys`; None: all) of several stores, one for each key and its settings.
 
-    Of several a finished one is preferred, then the last. The field `folder` is the row's folder. Keys and names are
+    Of several a finished one is preferred, then the last. Those of speed and memory, which have coordinates, are kept
+    of each folder: two machines may have the same device. The field `folder` is the row's folder. Keys and names are
     made unique over all stores, see `with_unique_names`.
     """
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, ...], Row] = {}
     for store in stores:
         for row in (found for last in store.rows() for found in (last.get(DONE_BEFORE), last) if found):
-            place = row["key"], json.dumps(row.get("settings"), sort_keys=True)
+            folder = str(store.path.parent)
+            place = row["key"], json.dumps(row.get("settings"), sort_keys=True), folder if "coordinates" in row else ""
             if row["status"] == DONE or rows.get(place, row)["status"] != DONE:
-                rows[place] = row | {"folder": str(store.path.parent)}
+                rows[place] = row | {"folder": folder}
     found: dict[str, Row] = {}
     for row in rows.values():
         if keys is None or row["key"] in keys:

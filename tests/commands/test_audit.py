@@ -52,6 +52,17 @@ def test_a_true_claim_passes_with_protected_forms_counters_and_a_page(audit, tmp
     assert f"; h2o held CR {max(seen / held, rows['h2o']['mean_achieved_ratio']):.2f} of 4 claimed." in said
 
 
+def test_speed_is_that_of_the_audited_cache(audit, tmp_path):
+    speed = {"prompt_length": 128, "new_tokens": 4, "batch_size": 1, "rounds": 2}
+    for dtype in ("auto", "int8"):
+        engine = {"kv_cache_dtype": dtype}
+        assert audit(policies=["full"], budgets=[], speed=speed, engine=engine, output=f"audit-{dtype}") == ""
+    texts = [(tmp_path / f"audit-{dtype}/cells.jsonl").read_text() for dtype in ("auto", "int8")]
+    full, small = (json.loads(text.splitlines()[-1]) for text in texts)
+    assert small["task"] == "speed" and small["settings"]["task"]["kv_cache_dtype"] == "int8"
+    assert small["peak_bytes_allocated"] < 0.4 * full["peak_bytes_allocated"]  # 16 + 4 bytes of 16 * 4
+
+
 def test_a_claim_about_a_cache_that_lost_a_single_entry_fails(audit, tmp_path, monkeypatch, capsys):
     """What removed anything at all has acted, but has not compressed."""
     of_engine = compare.memory_of

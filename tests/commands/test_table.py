@@ -100,7 +100,7 @@ def test_a_shell_learns_to_complete_by_hydras_function(monkeypatch, capsys):
 def test_commands_without_their_packages_say_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "hydra", None)
     monkeypatch.delitem(sys.modules, "dmc_cli.hydra_command", raising=False)
-    code, shown, _ = say(monkeypatch, capsys, "generate", "model=x")
+    code, _, _ = say(monkeypatch, capsys, "generate", "model=x")
     assert code.startswith("error: commands need more packages (") and code.endswith("'dmc-retrofit[train]'")
 
 

@@ -1,12 +1,16 @@
+import math
+
 import pytest
 import torch
 from scripts_here import run_script
 
 from dmc import retrofit
+from dmc.commands.benchmark import benchmark
 from dmc.compression import CompressionConfig
 from dmc.models.build import random_model, twin
 from dmc.results.benchmark import BenchmarkConfig, EngineDecoder, random_prompts, run_benchmark, time_interleaved
 from dmc.results.measurement import new_row, to_frame
+from dmc.results.report import read_folders
 from dmc.results.store import Store, read_rows
 from dmc.results.tables import format_tables, speeds_of, write_tables
 
@@ -62,6 +66,7 @@ def test_a_twin_shares_weights_and_nothing_else():
         (lambda: make_config(new_tokens=1, rounds=2), "cannot be divided among rounds=2"),
         (BenchmarkConfig, r"give model=DIR .* or shape"),
         (lambda: BenchmarkConfig("somewhere", dtype="float99"), r"dtype='float99': expected 'float32'"),
+        (lambda: make_config(kv_cache_dtype="int4"), r"kv_cache_dtype='int4': expected 'auto' or 'int8'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(build, message):
@@ -81,6 +86,51 @@ def test_the_script_stores_rows_and_table(tmp_path, capsys):
     assert printed.strip() in capsys.readouterr().out and len(printed.splitlines()) == 14
     assert len(Store(tmp_path / "out" / "cells.jsonl").rows()) == 12
     assert "ratios[0]=0.5: expected greater than or equal to 1" in run_script(*command, "ratios=[0.5]")
+
+
+def test_a_model_with_gates_is_refused(folders, tmp_path):
+    command = ["benchmark.py", f"model={folders.compressed}", "prompt_length=16", "hugging_face=false"]
+    error = run_script(*command, f"output={tmp_path / 'out'}")
+    assert error == f"error: model={folders.compressed} has gates: give its base; ratios are of synthetic gates"
+    assert not (tmp_path / "out").exists()
+
+
+def test_pages_of_8_bits_are_measured_as_such():
+    model = random_model(SHAPE, torch.float32, "cpu")
+    configs = [make_config(ratios=[1.0], memory=2**20, kv_cache_dtype=dtype) for dtype in ("auto", "int8")]
+    (full, few), (small, many) = (list(run_benchmark(config, {1.0: model})) for config in configs)
+    assert small["peak_bytes_allocated"] < 0.4 * full["peak_bytes_allocated"]  # 16 + 4 bytes of 16 * 4
+    assert many["metrics"]["largest_batch"] > 2 * few["metrics"]["largest_batch"]
+    assert [row["settings"]["task"]["kv_cache_dtype"] for row in (full, small)] == ["auto", "int8"]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 8.0])
+def test_a_memory_for_one_sequence_suffices_and_less_is_refused_before_the_clock_starts(ratio, tmp_path):
+    values = {"shape": SHAPE, "prompt_length": 512, "new_tokens": 4, "rounds": 2, "batch_sizes": [1]}
+    values |= {"ratios": [ratio], "hugging_face": False, "output": str(tmp_path / "out")}
+    needed = 2 * 2 * math.ceil(516 / ratio / 16) * 16 * 2 * 16 * 4  # layers, heads, blocks, slots, bytes of a slot
+    message = f"memory={needed - 1} holds no sequence of 516 tokens at CR {ratio:g}: give at least {needed} bytes"
+    with pytest.raises(ValueError, match=message):
+        benchmark(values | {"memory": needed - 1})
+    assert not (tmp_path / "out").exists()
+    benchmark(values | {"memory": needed if ratio == 1 else needed * 5 // 4})  # random decisions: about the ratio
+    assert Store(tmp_path / "out" / "cells.jsonl").rows()[-1]["metrics"] == {"largest_batch": 1}
+
+
+def test_speeds_of_two_devices_and_of_two_folders_are_all_shown(tmp_path, monkeypatch):
+    """Two machines with the same GPU, one of which has measured on its CPU too, and on its GPU twice."""
+    model, config = random_model(SHAPE, torch.float32, "cpu"), make_config(ratios=[1.0], memory=2**20)
+    measured = [("one", "cpu"), ("one", "NVIDIA H100"), ("one", "NVIDIA H100"), ("two", "NVIDIA H100")]
+    for folder, device in measured:
+        monkeypatch.setattr("dmc.results.benchmark.device_name", lambda _, device=device: device)
+        for row in run_benchmark(config, {1.0: model}):
+            Store(tmp_path / folder / "cells.jsonl").append(row)
+    found = read_folders([tmp_path / "one", tmp_path / "two"])
+    devices = ["cpu", "NVIDIA H100", "NVIDIA H100"]
+    assert found.speeds["task"].tolist() == [f"speed (device={device})" for device in devices for _ in (1, 2)]
+    assert found.speeds["source"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert [source["machine"].partition(",")[0] for source in found.sources] == devices
+    assert found.speeds["gain"].dropna().tolist() == [1.0] * 3
 
 
 def test_models_that_decode_in_turns_are_divided_by_the_first(tmp_path):
