@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import transformers
 
 from dmc.commands.import_gguf import ImportConfig
 from dmc.config import build_config
+from dmc.files import flattened
 from dmc.models.loading import load_with_tokenizer
 from dmc.results.compare import compare
-from dmc.results.grid import CompareConfig, plan_grid
+from dmc.results.grid import Cell, CompareConfig, plan_grid
+from dmc.results.measurement import Row
 from dmc.results.report import read_folders, write_page
+from dmc.results.store import Store
 from dmc.results.verdict import ACCURACY, verdicts_of
 from dmc.training.config import RunConfig
-from dmc.training.model_folder import is_final
 from dmc.training.run import train
 
 QUESTION = "What is a paper clip good for?"
@@ -95,19 +97,31 @@ def run_quickstart(job: Quickstart, configs: Path) -> None:
     def tell(number: int, what: str) -> None:
         print(f"[{number}/{steps}] {what}, after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
-    was_trained = all(is_final(Path(config.output_dir) / "final") for config in job.runs.values())
     for number, (name, config) in enumerate(job.runs.items(), start=1):
         tell(number, f"train {name}: {config.output_dir}")
         final = train(config).final
     tell(steps, f"measure what each cache loses: {folder}")
-    grid = replace(job.grid, overwrite=job.grid.overwrite or not was_trained)
+    cells = plan_grid(job.grid, configs)
+    replaced = of_replaced_weights(cells, Store(folder / "cells.jsonl"))
+    grid = replace(job.grid, overwrite=job.grid.overwrite or replaced)
     compare(grid, configs, load_with_tokenizer, only_this_grid=True)
-    findings = read_folders([folder], grid.reference, {cell.key for cell in plan_grid(grid, configs)})
+    findings = read_folders([folder], grid.reference, {cell.key for cell in cells})
     page = write_page(findings, folder / "report", job.title)
     print(f"\n{result_table(findings.summary)}\n\n{LEGEND}\n")
     print(*verdicts_of(findings.summary, findings.baselines), sep="\n\n")
     print(f"\n{time.perf_counter() - start:.0f} s in all. The page with all plots and tables: {page}")
     print(f"\n{closing_words(final)}")
+
+
+def of_replaced_weights(cells: Iterable[Cell], store: Store) -> bool:
+    """Return whether a cell was measured with weights that have been replaced since."""
+
+    def versions(row: Row) -> dict[str, Any]:  # of its model, and of that whose bytes it has
+        return {
+            name: value for name, value in flattened(row.get("settings") or {}).items() if name.endswith(".version")
+        }
+
+    return any((row := store.row(cell.key)) and versions(row) != versions(cell.row) for cell in cells)
 
 
 def result_table(summary: pandas.DataFrame) -> str:

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -260,7 +261,7 @@ def measure(
     given: Row | None = None,
     answers: Row | None = None,
 ) -> Row:
-    """Measure quality and memory of one cell.
+    """Measure quality and memory of one cell; saved samples are the row's.
 
     Args:
         cell: cell of the grid.
@@ -274,10 +275,13 @@ def measure(
     """
     config, task = cell.config, cell.task.task
     saved = Path(config.output) / "samples" / cell.file_name
-    conditions = Conditions(cell.model.settings.path, config.engine.max_batch_size, config.seed, saved)
+    tries = saved.with_name(f"{saved.name}.tries")  # a folder for each ratio
 
     def measure_at(ratio: float | None, is_sketch: bool = False) -> Row:
         torch.manual_seed(config.seed)
+        conditions = Conditions(
+            cell.model.settings.path, config.engine.max_batch_size, config.seed, tries / repr(ratio)
+        )
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
         samples = subject.samples_of(cell.task.name, task)
@@ -287,17 +291,26 @@ def measure(
         unread = {"entries_unread": int(engine.cache.num_unread)}
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
-    if cell.same_bytes_as is None:
-        return measure_at(None)
-    if given is None or given["status"] != DONE:
-        raise ArithmeticError(f"{cell.method.budget_name}: the cell that its bytes are taken from has no results")
-    share = share_of(cell.method.bytes_of or "") or 1.0
-    wanted = share * given["mean_bytes_allocated_per_token"]
-    first, reached = given["mean_achieved_ratio"] / share, None
-    if len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH:  # a sketch saves measurements of all samples
-        few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
-        first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
-    return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
+    def measure_in_bytes() -> Row:
+        if given is None or given["status"] != DONE:
+            raise ArithmeticError(f"{cell.method.budget_name}: the cell that its bytes are taken from has no results")
+        share = share_of(cell.method.bytes_of or "") or 1.0
+        wanted = share * given["mean_bytes_allocated_per_token"]
+        first, reached = given["mean_achieved_ratio"] / share, None
+        if len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH:  # a sketch saves measurements of all
+            few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
+            first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
+        return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
+
+    try:
+        row = measure_at(None) if cell.same_bytes_as is None else measure_in_bytes()
+        shutil.rmtree(saved, ignore_errors=True)  # of an earlier measurement
+        chosen = tries / repr(None if cell.same_bytes_as is None else row["requested_ratio"])
+        if chosen.is_dir():
+            chosen.rename(saved)
+        return row
+    finally:
+        shutil.rmtree(tries, ignore_errors=True)
 
 
 def _with_answers(samples: Sequence[Sample], row: Row | None) -> list[Sample]:

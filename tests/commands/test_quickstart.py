@@ -1,10 +1,12 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from composing import settings_of
+from report_rows import plain_row
 from scripts_here import run_script
 
 from dmc.commands import quickstart
@@ -137,16 +139,29 @@ def test_a_model_of_your_own_is_compared_in_its_place(folder, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("measured", ["", "nn", "oo", "no", "o"], ids=lambda versions: f"of-{versions or 'nothing'}")
 @pytest.mark.parametrize("given", [True, False])
-def test_measurements_are_done_again_after_a_training_or_on_request(given, is_finished, folder, monkeypatch):
-    _, job = planned(monkeypatch, "model=mine", "--compare", f"overwrite={given}")
+def test_what_replaced_weights_gave_is_measured_again_also_after_a_stop(given, measured, folder, monkeypatch):
+    """Cells are measured with new (n) or old (o) gates, the second in as many bytes."""
+    _, job = planned(monkeypatch, "model=mine", "output_dir=there", "--compare", f"overwrite={given}")
     monkeypatch.undo()
-    monkeypatch.setattr(quickstart, "is_final", lambda final: is_finished)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(quickstart, "train", lambda config: SimpleNamespace(final=folder))
 
+    def row(key, version):
+        of = {"version": version}
+        settings = {"model": of} if key == "gates" else {"model": {"version": "base"}, "budget": {"bytes_of": of}}
+        return plain_row(key, None, [1.0], key=key, settings=settings)
+
+    keys = ["gates", "h2o"]
+    cells = [SimpleNamespace(key=key, row=row(key, "n")) for key in keys]
+    Path(job.grid.output).mkdir(parents=True)
+    for key, version in zip(keys, measured, strict=False):
+        Store(Path(job.grid.output) / "cells.jsonl").append(row(key, version))
+    monkeypatch.setattr(quickstart, "plan_grid", lambda *_: cells)
+
     def compare(grid, *_, **__):
-        assert grid.overwrite == (given or not is_finished)
+        assert grid.overwrite == (given or "o" in measured)
         raise InterruptedError
 
     monkeypatch.setattr(quickstart, "compare", compare)

@@ -82,6 +82,23 @@ def test_a_row_tells_quality_memory_and_where_it_came_from(make_lm_eval):
     assert all(len(sample["resps"]) == 4 for sample in samples)
 
 
+def test_saved_samples_are_of_the_ratio_in_the_row_or_none(make_lm_eval, tmp_path, monkeypatch):
+    def try_two(measure, *_):
+        first, _ = (measure(ratio) | {"requested_ratio": ratio} for ratio in (2.0, 4.0))
+        return first
+
+    monkeypatch.setattr("dmc.results.compare.at_bytes", try_two)
+    given = {"tasks": [{"name": "local_choice", "metric": "acc"}], "policies": ["full", "h2o"]}
+    config = make_lm_eval(**given, budgets=["bytes:0.5"], save_samples=True)
+    _, in_bytes = run(config)
+    alone = make_lm_eval(**given, budgets=[2, 4], save_samples=True, output=str(tmp_path / "alone"))
+    _, *at_ratios = run(alone)
+    said = [[sample["resps"] for sample in samples_of(alone, row)] for row in at_ratios]
+    assert [sample["resps"] for sample in samples_of(config, in_bytes)] == said[0] != said[1]
+    run(make_lm_eval(**given, budgets=["bytes:0.5"], overwrite=True))
+    assert [*(Path(config.output) / "samples").iterdir()] == []
+
+
 def test_each_seed_answers_every_question_once_and_errors_are_over_questions(make_lm_eval):
     sampled = {"name": "local_generation", "generation": {"do_sample": True, "temperature": 5.0, "max_gen_toks": 4}}
     choice = {"name": "local_choice", "metric": "acc"}
