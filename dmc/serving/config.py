@@ -92,7 +92,7 @@ class ServeConfig:
             EngineOptions(memory=memory)
         for folder in (folder for served in self.models.values() for folder in served.caches.values()):
             if not Path(folder).is_dir():
-                raise FileNotFoundError(f"caches: {folder} is no folder of a carried cache")
+                raise FileNotFoundError(f"caches: {folder} holds no saved cache: there is no such folder")
         if self.api_key_file is None and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host} is reachable from other machines, and anybody could use it; give api_key_file="

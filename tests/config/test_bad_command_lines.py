@@ -85,7 +85,7 @@ compare|'models={m: STOCK, cut: WORLD/cut}' policies=[full] tasks=[passkey] outp
 serve|model=STOCK port=70000|port=70000
 serve|model=nowhere engine.block_size=24|engine.block_size=24: expected 16, 32, 64, 128 or 256
 serve|model=nowhere memory=half|memory='half': expected
-serve|model=nowhere 'caches={book: elsewhere}'|caches: elsewhere is no folder of a carried cache
+serve|model=nowhere 'caches={book: elsewhere}'|caches: elsewhere holds no saved cache: there is no such folder
 study|only=[nobody] output=out|nobody
 study|further={cr8:[full]} output=out|further.cr8: the setting above it is a single value, or has no entries yet: +
 import_megatron|checkpoint=WORLD/nowhere output=out|nowhere
