@@ -15,8 +15,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -124,18 +124,52 @@ def run_cells(cells: Sequence[Cell], store: Store, load: Load, make_engine: Call
             bar.set_description(cell.title)
             row = cell.row | {"device": "", "provenance": source}
             began = time.perf_counter(), time.process_time()
-            try:
-                subject = loaded(cell.model)
-                row["device"] = device_name(subject.model)
-                given = None if cell.same_bytes_as is None else store.row(cell.same_bytes_as.key)
-                answers = None if cell.answers_of is None else store.row(cell.answers_of.key)
-                row |= checked(measure(cell, subject, make_engine, given, answers))
-            except Exception as error:  # of this cell's model, policy or task; others may succeed
-                row |= failure(error)
-                bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
-            store.append(row | time_since(*began) | {"time": datetime.now(timezone.utc).isoformat()})
+            with folder_of_tries(cell) as tries:
+                try:
+                    subject = loaded(cell.model)
+                    row["device"] = device_name(subject.model)
+                    given = None if cell.same_bytes_as is None else store.row(cell.same_bytes_as.key)
+                    answers = None if cell.answers_of is None else store.row(cell.answers_of.key)
+                    row |= checked(measure(cell, subject, make_engine, tries, given, answers))
+                except Exception as error:  # of this cell's model, policy or task; others may succeed
+                    row |= failure(error)
+                    bar.write(f"{cell.title}: {row['error']}", file=sys.stderr)
+                row |= time_since(*began) | {"time": datetime.now(timezone.utc).isoformat()}
+                put(row, cell, store, tries)
             bar.update()
             release_memory()  # free the cell's cache before the next
+
+
+@contextmanager
+def folder_of_tries(cell: Cell) -> Iterator[Path]:
+    """Yield a folder, not made yet, for what a cell saves at each ratio that it tries; it is removed at the end."""
+    folder = Path(cell.config.output) / "samples" / f"{cell.file_name}.tries"
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(row: Row, cell: Cell, store: Store, tries: Path) -> None:
+    """Store a cell's row, and keep what was saved at its ratio; a kill may leave a row without it, none with another's.
+
+    Raises:
+        OSError: the row could not be written.
+    """
+    saved, chosen = tries.with_name(cell.file_name), tries / _name_of(cell, row["requested_ratio"])
+    is_finished = row["status"] in FINISHED  # else the row before stays in the tables, see `Store`
+    if is_finished and saved.is_dir():
+        tries.mkdir(exist_ok=True)
+        saved.rename(tries / "before")
+    store.append(row)
+    if is_finished and chosen.is_dir():
+        chosen.rename(saved)
+
+
+def _name_of(cell: Cell, ratio: float | None) -> str:
+    """Name the folder of a try."""
+    return "only" if cell.same_bytes_as is None else repr(ratio)
 
 
 def time_since(seconds: float, cpu_seconds: float) -> dict[str, float]:
@@ -258,15 +292,17 @@ def measure(
     cell: Cell,
     subject: LoadedModel,
     make_engine: Callable[..., Engine],
+    tries: Path,
     given: Row | None = None,
     answers: Row | None = None,
 ) -> Row:
-    """Measure quality and memory of one cell; saved samples are the row's.
+    """Measure quality and memory of one cell.
 
     Args:
         cell: cell of the grid.
         subject: the cell's model.
         make_engine: called as `Engine`.
+        tries: folder for what the task saves, in a folder of its own for each try.
         given: row whose bytes, or a share of them, are the budget of a cell with one in bytes.
         answers: row whose answers are the right ones of the task's samples; None: they have their own.
     Raises:
@@ -274,14 +310,11 @@ def measure(
         ValueError, NotImplementedError: the engine, the policy or the task refuses the model or a setting.
     """
     config, task = cell.config, cell.task.task
-    saved = Path(config.output) / "samples" / cell.file_name
-    tries = saved.with_name(f"{saved.name}.tries")  # a folder for each ratio
 
     def measure_at(ratio: float | None, is_sketch: bool = False) -> Row:
         torch.manual_seed(config.seed)
-        conditions = Conditions(
-            cell.model.settings.path, config.engine.max_batch_size, config.seed, tries / repr(ratio)
-        )
+        folder = tries / ("sketch" if is_sketch else _name_of(cell, ratio))
+        conditions = Conditions(cell.model.settings.path, config.engine.max_batch_size, config.seed, folder)
         policy = cell.method.build(ratio)
         engine = make_engine(subject.model, subject.tokenizer, policy=policy, **asdict(config.engine))
         samples = subject.samples_of(cell.task.name, task)
@@ -291,26 +324,17 @@ def measure(
         unread = {"entries_unread": int(engine.cache.num_unread)}
         return {"status": DONE, **row, **memory_of(stats, cell.method.budget), **unread}
 
-    def measure_in_bytes() -> Row:
-        if given is None or given["status"] != DONE:
-            raise ArithmeticError(f"{cell.method.budget_name}: the cell that its bytes are taken from has no results")
-        share = share_of(cell.method.bytes_of or "") or 1.0
-        wanted = share * given["mean_bytes_allocated_per_token"]
-        first, reached = given["mean_achieved_ratio"] / share, None
-        if len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH:  # a sketch saves measurements of all
-            few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
-            first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
-        return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
-
-    try:
-        row = measure_at(None) if cell.same_bytes_as is None else measure_in_bytes()
-        shutil.rmtree(saved, ignore_errors=True)  # of an earlier measurement
-        chosen = tries / repr(None if cell.same_bytes_as is None else row["requested_ratio"])
-        if chosen.is_dir():
-            chosen.rename(saved)
-        return row
-    finally:
-        shutil.rmtree(tries, ignore_errors=True)
+    if cell.same_bytes_as is None:
+        return measure_at(None)
+    if given is None or given["status"] != DONE:
+        raise ArithmeticError(f"{cell.method.budget_name}: the cell that its bytes are taken from has no results")
+    share = share_of(cell.method.bytes_of or "") or 1.0
+    wanted = share * given["mean_bytes_allocated_per_token"]
+    first, reached = given["mean_achieved_ratio"] / share, None
+    if len(by_prompt(subject.samples_of(cell.task.name, task))) > SKETCH:  # a sketch saves measurements of all samples
+        few = at_bytes(partial(measure_at, is_sketch=True), wanted, first)
+        first, reached = few["requested_ratio"], few["mean_bytes_allocated_per_token"]
+    return at_bytes(measure_at, wanted, first, reached) | {"requested_bytes_per_token": wanted}
 
 
 def _with_answers(samples: Sequence[Sample], row: Row | None) -> list[Sample]:

@@ -1,5 +1,6 @@
 """Several processes on one grid: each cell is measured once, and none is lost with a process that is killed."""
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -42,6 +43,12 @@ class Slow(Task):
 
     def samples(self, tokenizer, vocab_size):
         return [Sample([1, 2], [3])]
+
+    def measure(self, engine, samples, conditions):
+        if "SAVED" in os.environ:
+            conditions.folder.mkdir(parents=True)
+            (conditions.folder / "said.jsonl").write_text(os.environ["SAVED"])
+        return super().measure(engine, samples, conditions)
 
     def evaluate(self, engine, samples):
         with open(self.log, "a") as file:
@@ -257,3 +264,35 @@ def test_a_lock_is_given_back_when_the_work_ends_early(grid):
     with pytest.raises(KeyboardInterrupt):
         run_cells(grid, store, stop)
     assert store.rows() == [] and next(divide(grid, store)) == grid[0]
+
+
+def test_saved_samples_are_those_of_the_row_whatever_stops_a_cell(grid, tmp_path, monkeypatch):
+    saved, store = Path(grid[0].config.output) / "samples" / grid[0].file_name, store_of(grid)
+    again = [replace(grid[0], config=replace(grid[0].config, overwrite=True))]
+
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("SAVED", "first")
+    work(grid[:1])
+    first = store.rows()
+    monkeypatch.setenv("SAVED", "second")
+    worker = FORK.Process(target=hold, args=(again,))
+    worker.start()
+    while len(lines(tmp_path / "log")) < 2:
+        time.sleep(0.01)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(20)
+    assert store.rows() == first and (saved / "said.jsonl").read_text() == "first"
+    monkeypatch.delenv("SAVED")
+    work(again)
+    assert [*saved.parent.iterdir()] == []
+
+    monkeypatch.setenv("SAVED", "third")
+    work(again)
+    assert (saved / "said.jsonl").read_text() == "third"
+    monkeypatch.setenv("SAVED", "fourth")
+    monkeypatch.setattr(Store, "append", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        work(again)
+    assert [*saved.parent.iterdir()] == []
