@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up and run the tests: the quick tier (8 minutes on 2 cores, 12 at most), with --full all of them (32 to 55 minutes). Says at the end
+# Set up and run the tests: the quick tier (8 minutes on 2 cores, 12 at most), with --full all of them (32 to 58 minutes). Says at the end
 # what was left out, and why. Further arguments go to pytest; TEST_PROCESSES is the number of processes.
 #   ./scripts/test.sh            before a commit
 #   ./scripts/test.sh --full     before a release
